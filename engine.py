@@ -1,0 +1,343 @@
+"""The step loop: plan, pack, forward, draw, commit; and the text that comes of it.
+
+Owns a request's way from submission to its last piece of text, stop strings included. The parts it joins (scheduler,
+cache, model, sampling, tokenizer) do not know each other. Start at `Engine.submit` and `Engine.step`.
+
+    engine = Engine(model, EngineConfig(), tokenizer)
+    for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(completion.text)
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvcache import Cache, Lease
+from model import Batch, Model
+from sampling import Drawn, Sampler, SamplingParams, draw
+from scheduler import Chunk, Request, Scheduler
+from tokenizer import TextStream, Tokenizer
+
+DEFAULT_CACHE_BYTES = 4 * 10**9
+FREE_MEMORY_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine. `num_pages` or `cache_memory_gb` (10^9 bytes) size the cache; by default it takes 4 GB, or
+    40 % of the free memory if that is less, or what one context needs if only one request runs."""
+
+    page_size: int = 32  # tokens, a power of two from 8 to 256
+    num_pages: int | None = None
+    cache_memory_gb: float | None = None
+    cache_dtype: torch.dtype | None = None  # None: the model's
+    max_step_tokens: int = 512
+    max_requests: int = 64
+    prefix_cache: bool = True
+
+    def __post_init__(self):
+        if self.page_size not in (8, 16, 32, 64, 128, 256):
+            raise ValueError(f"page_size is {self.page_size} but must be 8, 16, 32, 64, 128 or 256")
+        if self.num_pages is not None and self.cache_memory_gb is not None:
+            raise ValueError("num_pages and cache_memory_gb both size the cache: give one of them")
+        for name in ("num_pages", "cache_memory_gb", "max_step_tokens", "max_requests"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value} but must be more than 0")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step added to one request: new text (it may lag behind the ids) and new token ids."""
+
+    request: Request
+    text: str
+    token_ids: list[int]
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[dict] | None
+    request: Request
+
+
+@dataclass
+class Stats:
+    """Sums since the engine was made."""
+
+    steps: int = 0
+    computed_tokens: int = 0  # through the model, recomputation included
+    prompt_tokens: int = 0  # of admitted requests
+    cached_tokens: int = 0  # of those, found in the prefix cache
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """Runs requests over one model. Without a tokenizer, prompts are token ids and there is no text.
+
+    `name` and `generation` (sampling defaults the model's makers recommend) are kept for those who show or use them.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None, *,
+                 name: str = "", generation: Mapping | None = None):
+        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        self.name, self.generation = name, dict(generation or {})
+        self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
+        self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
+        self.cache = self._make_cache()
+        self.capacity = min(model.context, self.cache.num_pages * self.config.page_size)  # tokens of one request
+        self.scheduler = Scheduler(self.cache, self.config.max_requests)
+        self.writers: dict[Request, Writer] = {}  # of every request that is not finished
+        self.ids: set[str] = set()  # theirs
+        self.stats = Stats()
+        self.num_submitted = 0
+
+    def _make_cache(self) -> Cache:
+        config, specs = self.config, self.model.kv_specs()
+        dtype = config.cache_dtype or self.model.dtype
+        page_bytes = config.page_size * sum(spec.values_per_token() for spec in specs) * dtype.itemsize
+        num_pages = config.num_pages
+        if num_pages is None:
+            num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_memory_bytes())
+            if config.cache_memory_gb is not None:
+                num_bytes = config.cache_memory_gb * 1e9
+            num_pages = int(num_bytes // page_bytes)
+            if config.max_requests == 1:
+                num_pages = min(num_pages, -(-self.model.context // config.page_size))
+        if num_pages < 1:
+            raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
+                             f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
+        return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
+                     max_tokens=self.model.context, prefix=config.prefix_cache)
+
+    # ---- requests in --------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, id: str | None = None,
+               deadline_s: float | None = None, show_special: bool = False) -> Request:
+        """Queues one sample; its `params` get a random seed if they have none. A prompt given as text is continued as
+        it stands. `deadline_s` seconds from now it ends as "cancelled". ValueError if it cannot be served."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        params = next(replace(params, num_samples=1).samples())
+        self._check(tokens, params)
+        self.num_submitted += 1
+        id = f"request-{self.num_submitted}" if id is None else id
+        if id in self.ids:
+            raise ValueError(f"a request with id '{id}' is running: give each its own")
+        now = time.perf_counter()
+        end_ids = (set() if params.ignore_eos else self.eos_ids) | set(params.stop_token_ids)
+        sampler = Sampler(params, tokens, [end_id for end_id in end_ids if end_id < self.vocab], self.vocab)
+        request = Request(id, params, tokens, sampler, submitted_s=now,
+                          deadline_s=None if deadline_s is None else now + deadline_s,
+                          logprobs=None if params.logprobs is None else [])
+        stream = self.tokenizer.stream(tokens, show_special) if self.tokenizer else None
+        self.writers[request] = Writer(stream, params, end_ids)
+        self.ids.add(id)
+        self.scheduler.add(request)
+        return request
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        for id in tokens:
+            if not 0 <= id < self.model.config.vocab:
+                raise ValueError(f"the prompt holds id {id} but the model has ids 0 to {self.model.config.vocab - 1}")
+        if len(tokens) >= self.capacity:
+            limit, remedy = "context", "--context"
+            if self.capacity < self.model.context:
+                limit, remedy = f"cache of {self.cache.num_pages} pages", "--cache-memory"
+            raise ValueError(f"the prompt has {len(tokens)} tokens but the {limit} holds {self.capacity}, one of them "
+                             f"for the answer: shorten it or raise {remedy}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give stop_token_ids")
+        params.check_ids(self.vocab)
+
+    def abort(self, request: Request) -> Output | None:
+        """Ends a request as "cancelled" and frees what it holds; None if it has ended already."""
+        return self._finish(request, "cancelled") if request in self.writers else None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.writers)
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """Computes one ragged batch; returns what it added to each request that got something."""
+        now = time.perf_counter()
+        outputs = [self._finish(request, "cancelled") for request in list(self.writers)
+                   if request.deadline_s is not None and now >= request.deadline_s]
+        chunks = self.scheduler.plan(self.config.max_step_tokens)
+        if not chunks:
+            return outputs
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        batch = self._pack(chunks)
+        h_TD = self.model.forward(batch, self.cache)
+        drawn: list[Drawn | None] = []
+        if drawing:
+            logits_LV = self.model.logits(h_TD[batch.row_L])
+            requests = [chunk.request for chunk in drawing]
+            drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing])
+        for chunk in chunks:
+            self.scheduler.commit(chunk)
+        self._count(chunks, len(drawing))
+        return outputs + [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+
+    def _pack(self, chunks: list[Chunk]) -> Batch:
+        tokens = [chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks]
+        row_L, end = [], 0
+        for chunk in chunks:
+            end += chunk.end - chunk.start
+            if chunk.draws:
+                row_L.append(end - 1)
+        return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
+                          [chunk.start for chunk in chunks], row_L)
+
+    def _count(self, chunks: list[Chunk], num_drawn: int) -> None:
+        self.stats.steps += 1
+        self.stats.computed_tokens += sum(chunk.end - chunk.start for chunk in chunks)
+        self.stats.output_tokens += num_drawn
+
+    def _extend(self, request: Request, drawn: Drawn | None) -> Output:
+        """Appends a drawn token and decides whether the request ends with it."""
+        if drawn is None:
+            request.error = "non-finite logits: the weights or the arithmetic overflowed; try --dtype float32"
+            return self._finish(request, "error")
+        if request.first_token_s is None:
+            request.first_token_s = time.perf_counter()
+        request.tokens.append(drawn.id)
+        request.sampler.observe(drawn.id)
+        if request.logprobs is not None:
+            request.logprobs.append(self._logprob_entry(drawn))
+        text, stopped = self.writers[request].write(drawn.id, request.num_output)
+        request.text += text
+        reason = "stop" if stopped else None
+        limit = request.params.max_tokens
+        if not stopped and (request.num_output == limit or len(request.tokens) == self.capacity):
+            reason = "length"
+        return self._finish(request, reason, text, [drawn.id]) if reason else Output(request, text, [drawn.id])
+
+    def _logprob_entry(self, drawn: Drawn) -> dict:
+        def entry(id: int, logprob: float) -> dict:
+            known = self.tokenizer is not None and id < self.vocab  # a head may be wider than the vocabulary
+            return {"id": id, "token": self.tokenizer.piece(id) if known else "", "logprob": logprob}
+
+        return entry(drawn.id, drawn.logprob) | {"top": [entry(id, logprob) for id, logprob in drawn.top]}
+
+    def _finish(self, request: Request, reason: str, text: str = "", token_ids: Sequence[int] = ()) -> Output:
+        self.scheduler.remove(request)
+        rest = self.writers.pop(request).close()
+        self.ids.remove(request.id)
+        request.text += rest
+        request.finish_reason = reason
+        request.finished_s = time.perf_counter()
+        self.stats.preemptions += request.num_preemptions
+        if request.admitted_s is not None:
+            self.stats.prompt_tokens += request.num_prompt
+            self.stats.cached_tokens += request.num_cached
+        return Output(request, text + rest, list(token_ids))
+
+    # ---- for Python programs ------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
+        """Every prompt's completions, all together in the engine: in the order of the prompts, `params.num_samples`
+        for each."""
+        requests = [self.submit(prompt, sample) for prompt in prompts for sample in params.samples()]
+        while any(request.finish_reason is None for request in requests):
+            self.step()
+        return [Completion(r.text, r.output_ids, r.finish_reason, r.logprobs, r) for r in requests]
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[Output]:
+        """One sample's outputs as they come. Leaving the iterator early aborts the request."""
+        request = self.submit(prompt, params)
+        try:
+            while request.finish_reason is None:
+                yield from (output for output in self.step() if output.request is request)
+        finally:
+            self.abort(request)
+
+    def logits(self, ids: Sequence[int], first: int = 0) -> torch.Tensor:
+        """Logits (len(ids) - first, V) after each of the tokens from place `first` on, of one sequence computed in
+        chunks; nothing is drawn and nothing stays in the cache. The engine must be idle."""
+        if self.has_work or len(ids) > self.capacity:
+            raise ValueError(f"scoring {len(ids)} tokens needs an idle engine with room for them; it holds "
+                             f"{self.capacity}: raise --context or --cache-memory")
+        lease = Lease()
+        self.cache.open(lease)
+        self.cache.grow(lease, len(ids))
+        logits = []
+        for start in range(0, len(ids), self.config.max_step_tokens):
+            chunk = ids[start : start + self.config.max_step_tokens]
+            batch = Batch.pack(self.cache, [lease.row], [chunk], [start], range(max(first - start, 0), len(chunk)))
+            logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
+        self.cache.release(lease)
+        return torch.cat(logits)
+
+
+class Writer:
+    """One request's ids to text: held back while it may be the start of a stop string, cut where one is complete.
+
+    The stop string that is complete first ends the answer, the longest if several are; so the answer does not depend
+    on how the text is cut into tokens. Tokens before `min_tokens` are not searched.
+    """
+
+    def __init__(self, stream: TextStream | None, params: SamplingParams, end_ids: set[int]):
+        self.stream, self.params, self.end_ids = stream, params, end_ids
+        self.held = ""  # searched, not given out
+
+    def write(self, id: int, num_output: int) -> tuple[str, bool]:
+        """Takes the answer's `num_output`th token: the text that is now certain, and whether the answer ends here."""
+        if id in self.end_ids:
+            shown = self.params.include_stop and self.stream
+            return self.stream.push(id) if shown else "", True
+        if self.stream is None:
+            return "", False
+        text = self.stream.push(id)
+        if num_output <= self.params.min_tokens or not self.params.stop:
+            return text, False
+        return self._search(text)
+
+    def _search(self, new: str) -> tuple[str, bool]:
+        text = self.held + new
+        ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self.params.stop if stop in text]
+        if ends:
+            end, minus_length = min(ends)
+            self.held, self.stream = "", None
+            return text[: end if self.params.include_stop else end + minus_length], True
+        num_held = max(_overlap(text, stop) for stop in self.params.stop)
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def close(self) -> str:
+        """What was held back, once no more tokens come."""
+        if self.stream is None:
+            return ""
+        text, stopped = self._search(self.stream.finish()) if self.params.stop else (self.stream.finish(), False)
+        return text if stopped else text + self.held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, and is not all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,383 @@
+"""engine.py: whatever the batch, the chunks, the pages, the cache hits, the preemptions: the same tokens and the same text.
+
+All equalities in float64 on tiny random models; texts and stops on models that follow a script.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from model import load_model
+from sampling import SamplingParams
+from tokenizer import load_tokenizer
+
+PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 2, 7, 8, 9, 30, 33, 64, 100))]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.9, seed=11, repetition_penalty=1.2,
+                         frequency_penalty=0.3)
+
+
+def load(folder, dtype=torch.float64, context=None):
+    with open_checkpoint(folder) as checkpoint:
+        return load_model(checkpoint, dtype, context=context), load_tokenizer(checkpoint)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "window"])
+def loaded(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama":
+        return load(tiny.tiny_llama(folder))
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    return load(tiny.tiny_qwen2(folder, **(window if request.param == "window" else {})))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return load(tiny.tiny_llama(tmp_path_factory.mktemp("llama")))
+
+
+def make_engine(loaded, **config):
+    model, tokenizer = loaded
+    return Engine(model, EngineConfig(**({"num_pages": 64, "page_size": 8} | config)), tokenizer)
+
+
+def run(loaded, prompts=PROMPTS, params=GREEDY, **config):
+    engine = make_engine(loaded, **config)
+    completions = engine.generate(prompts, params)
+    assert engine.cache.num_available == engine.cache.num_pages  # nothing leaked
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def params(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(loaded, params):
+    """Every prompt in an engine of its own, in one chunk, without prefix caching."""
+    return [run(loaded, [prompt], params, prefix_cache=False)[0] for prompt in PROMPTS]
+
+
+# ---- equalities
+
+
+def test_a_batch_of_nine_equals_nine_of_one(loaded, params, alone):
+    assert run(loaded, PROMPTS, params) == alone
+    assert run(loaded, PROMPTS[::-1], params) == alone[::-1]
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 3, 7, 64])
+def test_any_chunking_equals_one_pass(loaded, params, alone, max_step_tokens):
+    assert run(loaded, PROMPTS, params, max_step_tokens=max_step_tokens) == alone
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 256])
+def test_any_page_size(loaded, params, alone, page_size):
+    assert run(loaded, PROMPTS, params, page_size=page_size) == alone
+
+
+def test_at_most_two_at_a_time(loaded, params, alone):
+    assert run(loaded, PROMPTS, params, max_requests=2) == alone
+
+
+def test_preempted_equals_undisturbed(loaded, params, alone):
+    engine = make_engine(loaded, num_pages=15)  # the longest needs 14
+    completions = engine.generate(PROMPTS, params)
+    assert [completion.token_ids for completion in completions] == alone
+    assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("max_step_tokens", [5, 512])
+def test_prefix_hits_equal_a_cold_cache(loaded, params, alone, max_step_tokens):
+    engine = make_engine(loaded, max_step_tokens=max_step_tokens, num_pages=128)
+    engine.generate(PROMPTS, params)
+    again = engine.generate(PROMPTS, params)
+    assert [completion.token_ids for completion in again] == alone
+    assert [c.request.num_cached for c in again] == [(len(p) - 1) // 8 * 8 for p in PROMPTS]
+    # The answer's pages are published too: the next turn of a conversation finds them.
+    turn = PROMPTS[6] + alone[6]
+    assert engine.generate([turn], params)[0].request.num_cached == (len(turn) - 1) // 8 * 8
+
+
+def test_a_prefix_shared_half_way(loaded, params):
+    other = PROMPTS[8][:50] + [1, 2, 3] * 9
+    cold = run(loaded, [other], params, prefix_cache=False)
+    engine = make_engine(loaded)
+    engine.generate([PROMPTS[8]], params)
+    warm = engine.generate([other], params)
+    assert warm[0].request.num_cached == 48 and [warm[0].token_ids] == cold
+
+
+def test_requests_that_come_and_go(loaded, params, alone):
+    """Each is submitted in its own step, while others are in the middle of theirs."""
+    engine = make_engine(loaded, max_step_tokens=20)
+    requests = []
+    for prompt in PROMPTS:
+        requests.append(engine.submit(prompt, params))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == alone
+
+
+def test_aborting_neighbours_changes_nothing(loaded, params, alone):
+    engine = make_engine(loaded, max_step_tokens=20)
+    requests = [engine.submit(prompt, params) for prompt in PROMPTS]
+    doomed = requests[1::2]
+    for request in doomed:
+        engine.step()
+        assert engine.abort(request).finished and request.finish_reason == "cancelled"
+        assert engine.abort(request) is None
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests[::2]] == alone[::2]
+    assert engine.cache.num_available == engine.cache.num_pages
+
+
+def test_every_prompt_and_answer_length_at_page_borders(llama):
+    longest = run(llama, [list(range(n)) for n in range(1, 20)], SamplingParams(max_tokens=18, ignore_eos=True))
+    for max_tokens in range(1, 18):
+        for caching in (True, False):
+            got = run(llama, [list(range(n)) for n in range(1, 20)], SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                      prefix_cache=caching)
+            assert got == [ids[:max_tokens] for ids in longest]
+
+
+def test_bfloat16_and_float16_run(llama, tmp_path):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        loaded = load(tiny.tiny_llama(tmp_path / str(dtype)), dtype)
+        assert [len(ids) for ids in run(loaded)] == [12] * 9
+
+
+def test_samples_of_one_prompt(llama):
+    engine = make_engine(llama)
+    hot = SamplingParams(max_tokens=16, temperature=2, seed=7, num_samples=3, ignore_eos=True)
+    three = [c.token_ids for c in engine.generate([PROMPTS[2]], hot)]
+    assert len({tuple(ids) for ids in three}) == 3
+    assert three == [c.token_ids for c in engine.generate([PROMPTS[2]], hot)]
+    alone = SamplingParams(max_tokens=16, temperature=2, seed=8, ignore_eos=True)
+    assert engine.generate([PROMPTS[2]], alone)[0].token_ids == three[1]
+
+
+def test_logprobs_do_not_depend_on_the_batch(llama):
+    params = SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)
+    together = make_engine(llama, max_step_tokens=16).generate(PROMPTS, params)
+    for prompt, completion in zip(PROMPTS, together):
+        alone = make_engine(llama).generate([prompt], params)[0]
+        assert len(completion.logprobs) == 5
+        for entry, other in zip(completion.logprobs, alone.logprobs):
+            assert entry["id"] == entry["top"][0]["id"] == other["id"]
+            assert entry["logprob"] == pytest.approx(other["logprob"], abs=1e-12)
+            assert [top["id"] for top in entry["top"]] == [top["id"] for top in other["top"]]
+
+
+def test_logits_of_a_whole_sequence(llama):
+    engine = make_engine(llama, max_step_tokens=13)
+    whole = make_engine(llama).logits(PROMPTS[8])
+    assert torch.allclose(engine.logits(PROMPTS[8]), whole, atol=1e-12)
+    assert torch.allclose(engine.logits(PROMPTS[8], first=90), whole[90:], atol=1e-12)
+    assert engine.cache.num_available == engine.cache.num_pages
+    assert whole[-1].argmax() == engine.generate([PROMPTS[8]], GREEDY)[0].token_ids[0]
+
+
+# ---- text and ends
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A model that says one fixed text: each byte is followed by the next; built from a chain of distinct bytes."""
+
+    def make(chain, eos_ids=(), **options):
+        return load(tiny.scripted(tmp_path_factory.mktemp("script"), chain, eos_ids, **options))
+
+    return make
+
+
+ALPHABET = list(b"abcdefghijklmnopqrstuvwxyz")
+
+
+def say(loaded, prompt="a", **fields):
+    engine = make_engine(loaded)
+    request = engine.submit(prompt, SamplingParams(**({"max_tokens": 10} | fields)))
+    pieces = []
+    while engine.has_work:
+        pieces += [output.text for output in engine.step()]
+    assert "".join(pieces) == request.text
+    return request
+
+
+def test_stops_at_an_end_of_sequence(script):
+    loaded = script(ALPHABET[:4] + [tiny.EOS, ord("x"), ord("y")], eos_ids=(tiny.EOS,))
+    request = say(loaded)
+    assert (request.text, request.finish_reason) == ("bcd", "stop")
+    assert request.output_ids == [*b"bcd", tiny.EOS]
+    request = say(loaded, ignore_eos=True, max_tokens=6)
+    assert (request.text, request.finish_reason) == ("bcdxy"[:5], "length")
+    assert request.output_ids[:6] == [*b"bcd", tiny.EOS, *b"xy"]
+    assert say(loaded, ignore_eos=True, stop_token_ids=(ord("y"),)).finish_reason == "stop"
+
+
+def test_every_eos_id_ends_the_answer(script):
+    for end in (tiny.EOS, tiny.IM_END):
+        loaded = script(ALPHABET[:3] + [end], eos_ids=(tiny.EOS, tiny.IM_END))
+        assert say(loaded).text == "bc" and say(loaded).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop, text", [
+    (("def",), "bc"), (("e", "d"), "bc"), (("cde", "d"), "bc"), (("de", "cde"), "b"), (("b",), ""), (("xyz",), "bcdefghijk"),
+    (("jkX", "k"), "bcdefghij"), (("bcdefghijkl",), "bcdefghijk"), (("a",), "bcdefghijk")])
+def test_stop_strings_are_cut_exactly(script, stop, text):
+    request = say(script(ALPHABET), stop=stop)
+    assert request.text == text
+    assert request.finish_reason == ("length" if text == "bcdefghijk" else "stop")
+
+
+def test_a_stop_string_may_be_kept(script):
+    assert say(script(ALPHABET), stop=("def",), include_stop=True).text == "bcdef"
+    assert say(script(ALPHABET), stop_token_ids=(ord("e"),), include_stop=True).text == "bcde"
+    assert say(script(ALPHABET), stop_token_ids=(ord("e"),)).text == "bcd"
+
+
+def test_nothing_of_a_stop_string_is_ever_given_out(script):
+    engine = make_engine(script(ALPHABET))
+    request = engine.submit("a", SamplingParams(max_tokens=10, stop=("defgX", "ghi")))
+    given = ""
+    while engine.has_work:
+        for output in engine.step():
+            given += output.text
+            assert "bcdef".startswith(given)
+    assert given == request.text == "bcdef"
+
+
+def test_min_tokens(script):
+    loaded = script(ALPHABET[:3] + [tiny.EOS], eos_ids=(tiny.EOS,))
+    for min_tokens in (0, 1, 4):
+        biased = say(loaded, logit_bias=((tiny.EOS, 100.0),), min_tokens=min_tokens)
+        assert len(biased.output_ids) == min_tokens + 1 and biased.output_ids[-1] == tiny.EOS
+    text = say(script(ALPHABET), stop=("d", "i"), min_tokens=5)  # "d" comes too early
+    assert (text.text, len(text.output_ids)) == ("bcdefgh", 8)
+
+
+def test_characters_of_several_tokens_come_whole(script):
+    chain = [*"a".encode(), *"世".encode(), *"😀".encode()]
+    request = say(script(chain), max_tokens=7)
+    assert request.text == "世😀"
+    assert say(script(chain), max_tokens=5).text == "世" + "\ufffd"
+    assert say(script(chain), max_tokens=7, stop=("😀",)).text == "世"
+
+
+def test_the_context_ends_the_answer(script):
+    for prompt_len, max_tokens, expected in ((30, 1, 1), (30, 10, 2), (31, 10, 1), (8, 30, 24), (8, None, 24)):
+        engine = make_engine(script(ALPHABET + [ord("a")], context=32))
+        completion = engine.generate([[97] * prompt_len], SamplingParams(max_tokens=max_tokens))[0]
+        assert (len(completion.token_ids), completion.finish_reason) == (expected, "length")
+    for prompt_len in (32, 33):
+        with pytest.raises(ValueError, match=f"prompt has {prompt_len} tokens but the context holds 32"):
+            engine.submit([97] * prompt_len, GREEDY)
+
+
+def test_the_cache_ends_the_answer(script):
+    engine = make_engine(script(ALPHABET + [ord("a")]), num_pages=2)
+    completion = engine.generate([[97] * 10], SamplingParams(max_tokens=100))[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+    with pytest.raises(ValueError, match="prompt has 16 tokens but the cache of 2 pages holds 16"):
+        engine.submit([97] * 16, GREEDY)
+
+
+@pytest.mark.parametrize("prompt, fields, message", [
+    ([], {}, "empty"), ([320], {}, "id 320"), ([-1], {}, "id -1"), ([1], {"logit_bias": ((320, 1.0),)}, "id 320"),
+    ([1], {"stop_token_ids": (9999,)}, "id 9999")])
+def test_what_cannot_be_served_is_refused_and_harms_nobody(llama, prompt, fields, message):
+    engine = make_engine(llama)
+    good = engine.submit(PROMPTS[3], GREEDY)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, SamplingParams(**fields))
+    while engine.has_work:
+        engine.step()
+    assert [good.output_ids] == run(llama, [PROMPTS[3]])
+
+
+def test_ids_of_live_requests_are_unique(llama):
+    engine = make_engine(llama)
+    first = engine.submit([1], GREEDY, id="a")
+    with pytest.raises(ValueError, match="'a'"):
+        engine.submit([2], GREEDY, id="a")
+    engine.abort(first)
+    again = engine.submit([2], GREEDY, id="a")
+    while engine.has_work:
+        engine.step()
+    assert again.finish_reason == "length" and first.finish_reason == "cancelled"
+
+
+def test_padded_ids_may_be_prompted_but_are_not_drawn(script):
+    loaded = script([97, 310, 98])  # the tokenizer knows 259 ids, the head has 320
+    request = say(loaded, max_tokens=3)
+    assert all(id < loaded[1].vocab_size for id in request.output_ids)
+    assert make_engine(loaded).generate([[319, 97]], GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_non_finite_logits_fail_their_request_alone(tmp_path, temperature):
+    tensors = tiny.tiny_tensors(tiny.tiny_config("llama"))
+    tensors["model.embed_tokens.weight"][200] = math.nan
+    folder = tiny.tiny_llama(tmp_path)
+    tiny.write_safetensors(folder, tensors=tensors)
+    engine = make_engine(load(folder))
+    params = SamplingParams(max_tokens=3, temperature=temperature, seed=1)
+    bad, good = engine.submit([5, 200, 6], params), engine.submit([5, 6], params)
+    while engine.has_work:
+        engine.step()
+    assert (bad.finish_reason, bad.output_ids) == ("error", []) and "non-finite logits" in bad.error
+    assert good.finish_reason == "length" and engine.cache.num_available == engine.cache.num_pages
+
+
+def test_a_deadline_cancels(llama):
+    engine = make_engine(llama)
+    request = engine.submit([1], SamplingParams(max_tokens=None, ignore_eos=True), deadline_s=0.0)
+    outputs = engine.step()
+    assert [output.request for output in outputs] == [request] and request.finish_reason == "cancelled"
+    assert not engine.has_work
+
+
+def test_leaving_a_stream_aborts_it(llama):
+    engine = make_engine(llama)
+    whole = engine.generate([PROMPTS[4]], GREEDY)[0]
+    assert sum((o.token_ids for o in engine.stream(PROMPTS[4], GREEDY)), []) == whole.token_ids
+    for output in engine.stream(PROMPTS[4], GREEDY):
+        break
+    del output
+    assert not engine.has_work and engine.cache.num_available == engine.cache.num_pages
+
+
+def test_abort_and_submit_again_many_times(llama):
+    engine = make_engine(llama, num_pages=20, max_step_tokens=8)
+    for cycle in range(200):
+        requests = [engine.submit(PROMPTS[i], GREEDY, id=f"r{i}") for i in (1, 5, 7)]
+        for _ in range(cycle % 7):
+            engine.step()
+        for request in requests:
+            engine.abort(request)
+    assert engine.cache.num_available == 20 and not engine.has_work
+    assert len(engine.cache.free_rows) == engine.config.max_requests
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 14), st.booleans()), min_size=1, max_size=8),
+       st.integers(1, 40), st.integers(10, 24), st.booleans())
+def test_any_mix_equals_alone(llama, kinds, max_step_tokens, num_pages, prefix_cache):
+    """Requests of any length and kind, in any budget and cache: as if alone."""
+    prompts = [[(i * i + n) % 256 for i in range(n)] for n, _, _ in kinds]
+    params = [SamplingParams(max_tokens=m, temperature=float(hot), seed=m, ignore_eos=True) for _, m, hot in kinds]
+    engine = make_engine(llama, max_step_tokens=max_step_tokens, num_pages=num_pages, prefix_cache=prefix_cache)
+    requests = [engine.submit(prompt, p) for prompt, p in zip(prompts, params)]
+    while engine.has_work:
+        engine.step()
+    for prompt, p, request in zip(prompts, params, requests):
+        assert request.output_ids == make_engine(llama).generate([prompt], p)[0].token_ids

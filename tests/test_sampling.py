@@ -1,0 +1,227 @@
+"""sampling.py: each transform against a hand-made answer, the draw against the distribution it must have."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sampling import Sampler, SamplingParams, candidates, draw, gumbel
+
+QUARTET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+
+
+def sampler(prompt=(), end_ids=(), vocab=4, **fields):
+    return Sampler(SamplingParams(**({"seed": 0} | fields)), prompt, end_ids, vocab)
+
+
+def draw_one(logits_V, position=0, **fields):
+    return draw(logits_V[None], [sampler(vocab=len(logits_V), **fields)], [position])[0].id
+
+
+def frequencies(logits_V, num_draws=4000, **fields):
+    s = sampler(vocab=len(logits_V), **fields)
+    logits_LV = logits_V.expand(num_draws, -1)
+    ids = [d.id for d in draw(logits_LV, [s] * num_draws, range(num_draws))]
+    return torch.bincount(torch.tensor(ids), minlength=len(logits_V)) / num_draws
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("fields", [
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -5}, {"top_p": 0},
+    {"top_p": 1.5}, {"top_p": -0.1}, {"min_p": 1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"seed": -1},
+    {"max_tokens": 0}, {"max_tokens": -1}, {"min_tokens": -1}, {"min_tokens": 5, "max_tokens": 4}, {"stop": ("",)},
+    {"stop": ("", "x")}, {"logprobs": -1}, {"num_samples": 0}, {"presence_penalty": math.inf},
+    {"logit_bias": ((0, math.nan),)}, {"logit_bias": ((0, math.inf),)}])
+def test_values_out_of_range_are_refused(fields):
+    with pytest.raises(ValueError, match=list(fields)[0].replace("stop", "stop string").split("_")[0]):
+        SamplingParams(**fields)
+
+
+def test_fields_by_any_spelling():
+    params = SamplingParams.from_fields({"max-new-tokens": 7, "temp": 0.5, "repeat_penalty": 1.1, "stop": "x",
+                                         "logit_bias": {"3": -1}, "top_p": None, "stop-token-ids": [1, 2.0]})
+    assert params == SamplingParams(max_tokens=7, temperature=0.5, repetition_penalty=1.1, stop=("x",),
+                                    logit_bias=((3, -1.0),), stop_token_ids=(1, 2))
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"topk": 1}, "unknown sampling field 'topk'"), ({"top_k": 1.5}, "whole number"), ({"top_k": True}, "whole number"),
+    ({"temperature": "hot"}, "must be a number"), ({"stop": 5}, "string"), ({"logit_bias": {"x": 1}}, "'x'"),
+    ({"logit_bias": {"0": "inf"}}, "number"), ({"ignore_eos": 1}, "true or false"), ({"stop_token_ids": 1}, "list"),
+    ({"max_tokens": 1, "n_predict": 2}, "second time"), ({"top_k": math.nan}, "whole number"),
+    ({"max_tokens": math.inf}, "whole number")])
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_fields(fields)
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": ((5, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (50,)}])
+def test_ids_outside_the_vocabulary_are_refused(fields):
+    with pytest.raises(ValueError, match="0 to 4"):
+        SamplingParams(**fields).check_ids(5)
+
+
+def test_samples_have_seeds_of_their_own():
+    assert [p.seed for p in SamplingParams(seed=7, num_samples=3).samples()] == [7, 8, 9]
+    first, second = (next(SamplingParams().samples()).seed for _ in range(2))
+    assert first != second
+
+
+# ---- noise
+
+
+def test_noise_is_gumbel_and_depends_on_every_part_of_its_key():
+    ids = torch.arange(100_000)
+    noise = gumbel(1, 2, "draw", ids)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.03)
+    assert torch.equal(gumbel(1, 2, "draw", ids[500:600]), noise[500:600])
+    for seed, position in ((2, 2), (1, 3), (2**63 - 1, 2)):
+        other = gumbel(seed, position, "draw", ids)
+        assert abs(torch.corrcoef(torch.stack((noise, other)))[0, 1]) < 0.02
+
+
+# ---- transforms
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-5, 1e-10, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_temperatures_tend_to_the_argmax(temperature, dtype):
+    logits_V = torch.tensor([60, -60, 60.5, 0], dtype=dtype)
+    assert {draw_one(logits_V, position=i, temperature=temperature) for i in range(20)} == {2}
+
+
+def test_argmax_takes_the_lowest_id_on_ties():
+    assert draw_one(torch.tensor([0.0, 5, 5, 1])) == 1
+    assert draw_one(torch.tensor([0.0, 5, 5, 1]), logit_bias=((0, 5.0),)) == 0
+
+
+@pytest.mark.parametrize("fields, kept", [
+    ({"top_k": 2, "top_p": 0.5}, {3}), ({"top_k": 1, "top_p": 0.8}, {3}), ({"min_p": 0.7}, {2, 3}),
+    ({"top_p": 1e-8}, {3}), ({"top_p": 1e-3}, {3}), ({"top_p": 0.7}, {2, 3}), ({"top_p": 0.71}, {1, 2, 3}),
+    ({"top_k": 0}, {0, 1, 2, 3}), ({"top_k": -1}, {0, 1, 2, 3}), ({"top_k": 10**6}, {0, 1, 2, 3}),
+    ({"top_k": 3, "min_p": 0.7}, {2, 3}), ({"min_p": 0.4, "top_p": 0.6}, {2, 3}), ({}, {0, 1, 2, 3})])
+def test_filters_keep_what_they_should(fields, kept):
+    # QUARTET sums in the order .4 .3 .2 .1; a nucleus of .7 needs .4 + .3, which rounds to just under .7 in float32
+    assert set(candidates(QUARTET.double(), SamplingParams(**fields))[0].tolist()) == kept
+
+
+def test_filters_on_ties_keep_the_lowest_ids():
+    equal_V = torch.zeros(1000, dtype=torch.float64)
+    assert candidates(equal_V, SamplingParams(top_k=3))[0].tolist() == [0, 1, 2]
+    assert candidates(equal_V, SamplingParams(top_p=0.005))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 1), st.integers(0, 700), st.floats(0, 0.5), st.floats(0.2, 30))
+def test_filters_equal_a_plain_sort(seed, top_p, top_k, min_p, spread):
+    """The nucleus is found by sorting only what is needed; here the same set by sorting everything, with a loop."""
+    x_V = torch.randn(600, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    x_V = (x_V * 4).round() / 4  # many ties
+    order = sorted(range(600), key=lambda id: (-x_V[id], id))
+    order = [id for id in order if min_p == 0 or x_V[id] >= x_V.max() + math.log(min_p)][: top_k or None]
+    share = torch.softmax(x_V[order], 0).tolist()
+    kept, mass = [], 0.0
+    for id, p in zip(order, share):
+        kept.append(id)
+        mass += p
+        if mass >= top_p:
+            break
+    got = candidates(x_V, SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p))[0].tolist()
+    if top_p == 1:
+        kept = order
+    boundary = abs(mass - top_p) < 1e-9 or abs(mass - share[len(kept) - 1] - top_p) < 1e-9  # rounding decides
+    assert sorted(got) == sorted(kept) or boundary
+
+
+def test_draws_follow_the_distribution():
+    expected = {"temperature": 1}, QUARTET.exp()
+    for fields, share in (expected, ({"temperature": 0.5}, QUARTET.exp() ** 2 / 0.30),
+                          ({"temperature": 1, "min_p": 0.7}, torch.tensor([0, 0, 3 / 7, 4 / 7])),
+                          ({"temperature": 1, "top_k": 2}, torch.tensor([0, 0, 3 / 7, 4 / 7]))):
+        assert frequencies(QUARTET, **fields) == pytest.approx(share, abs=0.03)
+
+
+def test_penalties():
+    logits_V = torch.tensor([2.0, -1.0, 1.9])
+    penalized = sampler(prompt=[0, 1, 1], vocab=3, repetition_penalty=1.3)
+    assert penalized.adjusted(logits_V).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9])
+    assert draw(logits_V[None], [penalized], [3])[0].id == 2
+    counted = sampler(prompt=[0, 0], vocab=3, presence_penalty=5, frequency_penalty=0.5)
+    assert counted.adjusted(logits_V).tolist() == pytest.approx([2.0, -1.0, 1.9])  # the prompt does not count
+    counted.observe(0), counted.observe(0), counted.observe(2)
+    assert counted.adjusted(logits_V).tolist() == pytest.approx([2 - 5 - 1, -1, 1.9 - 5 - 0.5])
+    penalized.observe(2)
+    assert penalized.adjusted(logits_V).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9 / 1.3])
+
+
+def test_min_tokens_bans_every_end_until_then():
+    s = sampler(end_ids=[1, 3], min_tokens=2)
+    logits_LV = torch.tensor([[0.0, 9, 1, 9]])
+    drawn = []
+    for position in range(3):
+        drawn.append(draw(logits_LV, [s], [position])[0].id)
+        s.observe(drawn[-1])
+    assert drawn == [2, 2, 1]
+
+
+def test_a_banned_row_beside_a_sampled_one():
+    logits_LV = torch.tensor([[5.0, 4, 3, 1], [1, 2, 3, 4]])
+    banned = sampler(logit_bias=((0, -math.inf), (1, -math.inf), (2, -math.inf)))
+    sampled = sampler(temperature=1, top_p=0.9, seed=5)
+    for position in range(30):
+        together = [d.id for d in draw(logits_LV, [banned, sampled], [position] * 2)]
+        assert together == [3, draw(logits_LV[1:], [sampled], [position])[0].id]
+
+
+def test_nothing_left_to_draw_is_no_token():
+    assert draw(torch.zeros(1, 2), [sampler(vocab=2, end_ids=[0, 1], min_tokens=1)], [0]) == [None]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_rows_that_are_not_finite_draw_nothing_and_harm_nobody(bad, temperature):
+    logits_LV = torch.tensor([[0.0, bad, 1, 2], [0, 1, 2, 30]])
+    drawn = draw(logits_LV, [sampler(temperature=temperature)] * 2, [0, 0])
+    assert drawn[0] is None and drawn[1].id == 3
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn():
+    logits_V = torch.tensor([0.0, 1, 2, 50])
+    assert draw(logits_V[None], [sampler(vocab=3)], [0])[0].id == 2
+    assert draw(logits_V[None], [sampler(vocab=3, temperature=1)], [0])[0].id < 3
+
+
+# ---- log-probabilities
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.5}, {"temperature": 2, "top_p": 0.1},
+                                    {"repetition_penalty": 1.5}, {"temperature": 1, "logit_bias": ((0, 9.0),)}])
+def test_logprobs_are_of_the_untouched_distribution(fields):
+    drawn = draw(QUARTET[None], [sampler(prompt=[3], logprobs=3, **fields)], [0])[0]
+    assert [id for id, _ in drawn.top] == [3, 2, 1]
+    assert [p for _, p in drawn.top] == pytest.approx([math.log(0.4), math.log(0.3), math.log(0.2)], abs=1e-6)
+    assert drawn.logprob == pytest.approx(QUARTET[drawn.id].item(), abs=1e-6)
+
+
+def test_logprobs_none_zero_and_more_than_there_are():
+    assert draw(QUARTET[None], [sampler()], [0])[0].logprob is None
+    zero = draw(QUARTET[None], [sampler(logprobs=0)], [0])[0]
+    assert zero.logprob is not None and zero.top == ()
+    assert len(draw(QUARTET[None], [sampler(logprobs=9)], [0])[0].top) == 4
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**40), st.permutations(range(5)))
+def test_rows_do_not_see_each_other(seed, order):
+    """The same rows in another order draw the same tokens."""
+    logits_LV = torch.randn(5, 50, generator=torch.Generator().manual_seed(seed))
+    kinds = [{"temperature": 0}, {"temperature": 1}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3, "temperature": 2},
+             {"temperature": 0, "logprobs": 2}]
+    samplers = [sampler(vocab=50, seed=seed + i, **kind) for i, kind in enumerate(kinds)]
+    straight = draw(logits_LV, samplers, range(5))
+    shuffled = draw(logits_LV[list(order)], [samplers[i] for i in order], list(order))
+    assert [straight[i] for i in order] == shuffled
