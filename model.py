@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from checkpoint import Checkpoint, LayerConfig, ModelConfig, RopeConfig
+from checkpoint import Checkpoint
+from families import LayerConfig, ModelConfig, RopeConfig
 from kernels import KV
 from kvcache import Cache, KVSpec
 from weights import Weights

@@ -275,7 +275,7 @@ def test_characters_of_several_tokens_come_whole(script):
 
 def test_the_context_ends_the_answer(script):
     for prompt_len, max_tokens, expected in ((30, 1, 1), (30, 10, 2), (31, 10, 1), (8, 30, 24), (8, None, 24)):
-        engine = make_engine(script(ALPHABET + [ord("a")], context=32))
+        engine = make_engine(script(ALPHABET, context=32))
         completion = engine.generate([[97] * prompt_len], SamplingParams(max_tokens=max_tokens))[0]
         assert (len(completion.token_ids), completion.finish_reason) == (expected, "length")
     for prompt_len in (32, 33):
@@ -284,7 +284,7 @@ def test_the_context_ends_the_answer(script):
 
 
 def test_the_cache_ends_the_answer(script):
-    engine = make_engine(script(ALPHABET + [ord("a")]), num_pages=2)
+    engine = make_engine(script(ALPHABET), num_pages=2)
     completion = engine.generate([[97] * 10], SamplingParams(max_tokens=100))[0]
     assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
     with pytest.raises(ValueError, match="prompt has 16 tokens but the cache of 2 pages holds 16"):
