@@ -1,0 +1,91 @@
+# Set-up is no step of its own: `make run` and `make test` make .venv, install what the requirements files pin, fetch
+# the model they need, and do none of it again until something changes. An interrupted set-up is made good by the
+# next call.
+
+# What to ask. It reaches run.py through the environment, as it stands: quotes, $, backquotes and newlines are text.
+PROMPT ?= Why is the sky blue?
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+# More flags for run.py or pytest: make run ARGS="-n 50 --stats", make test ARGS="-k tokenizer"
+ARGS ?=
+
+# The Python that makes .venv, 3.11 or newer: make run PYTHON=python3.12
+PYTHON ?= python3
+
+# One more package index to install from. On Linux, PyPI's torch brings gigabytes of CUDA; the build for CPUs alone:
+# make run INDEX=https://download.pytorch.org/whl/cpu
+# (To install from a mirror of PyPI instead, set pip's own PIP_INDEX_URL.)
+INDEX ?=
+
+RUN := .venv/bin/python run.py
+
+.PHONY: help run chat test quick soak bench models clean
+
+help:  ## list what make can do (this list)
+	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo 'PROMPT="..."       what to ask                          ARGS="..."  more flags for run.py or pytest'
+	@echo 'PYTHON=python3.12  the Python that makes .venv          INDEX=URL   one more package index, for instance'
+	@echo '                   https://download.pytorch.org/whl/cpu: torch for CPUs alone, without gigabytes of CUDA'
+	@echo 'Models are kept in $$QUIRE_MODELS, by default ~/.cache/quire.'
+
+run: .venv/.ready  ## answer PROMPT="..." with the default model, fetched once
+	@$(RUN) generate -p="$$PROMPT" $(ARGS)
+
+chat: .venv/.ready  ## talk with the default model
+	@$(RUN) chat $(ARGS)
+
+test: .venv/.ready-dev  ## run the whole test suite
+	@$(RUN) models --fetch default
+	.venv/bin/python -m pytest $(ARGS)
+
+quick: .venv/.ready-dev  ## run the tests that need no model file and no patience (under 90 seconds)
+	.venv/bin/python -m pytest -m "not slow and not models" $(ARGS)
+
+soak: .venv/.ready-dev  ## run the tests of generated inputs for long, with other inputs every time
+	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
+
+bench: .venv/.ready  ## measure speed on this machine
+	@$(RUN) bench $(ARGS)
+
+models: .venv/.ready  ## fetch the models of tests and benchmarks: the default and a Qwen2.5-Coder pair (1.7 GB)
+	@$(RUN) models --fetch default
+	@$(RUN) models --fetch pair
+
+clean:  ## remove .venv and everything built; downloaded models stay
+	rm -rf .venv build .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Set-up. $(call need,TEST,WHAT TO SAY) stops make with one line where a shell test fails.
+
+need = $(if $(shell $(1) >/dev/null 2>&1 && echo ok),,$(error $(2)))
+VERSION := import sys; sys.exit(sys.hexversion < 0x030b0000)
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+
+# Runs a shell script while no other make sets up. The lock ends with its holder, however that ends.
+LOCKED = "$(PYTHON)" -c 'import fcntl, os, sys; os.dup2(os.open("requirements.txt", os.O_RDONLY), 9); \
+    fcntl.flock(9, fcntl.LOCK_EX); os.execvp("sh", ["sh", "-ec", sys.argv[1]])'
+
+# .installing lies there while pip works. Found later, it tells of a pip that was killed and may have left a package
+# half copied: .venv is made anew, as it is when the Python it was made with is gone.
+NEW_VENV = if test -e .venv/.installing || ! $(PIP) --version >/dev/null 2>&1; then \
+    rm -rf .venv; "$(PYTHON)" -m venv .venv; fi
+INSTALL = touch .venv/.installing; \
+    $(PIP) install $(if $(INDEX),--extra-index-url "$(INDEX)") -r $< >&2; rm .venv/.installing; touch $@
+
+$(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.ready .venv/.ready-dev),)
+
+.venv/.ready: requirements.txt
+	$(call need,command -v "$(PYTHON)",no $(PYTHON) here: install Python 3.11 or newer (Debian: apt-get install \
+	    python3 python3-venv) or name one with make PYTHON=/path/to/it)
+	$(call need,"$(PYTHON)" -c "$(VERSION)",$(PYTHON) is older than 3.11: install a newer one (Debian: apt-get install \
+	    python3.11 python3.11-venv) and name it with make PYTHON=python3.11)
+	$(call need,"$(PYTHON)" -c "import venv; import ensurepip",$(PYTHON) cannot make a virtual environment: install \
+	    its venv module (Debian: apt-get install python3-venv))
+	$(call need,command -v g++ || command -v c++ || command -v clang++,no C++ compiler here: install one (Debian: \
+	    apt-get install g++; macOS: xcode-select --install))
+	@$(LOCKED) '$(NEW_VENV); $(INSTALL)'
+
+.venv/.ready-dev: requirements-dev.txt .venv/.ready
+	@$(LOCKED) '$(INSTALL)'

@@ -1,0 +1,54 @@
+"""What every test may use: the modules, the real models (or a reason to skip them), and no more than two cores."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+# Read by torch when a test module first imports it, and inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# A waiting thread sleeps. By default it spins, and on a busy machine keeps the core from the thread it waits for: a
+# small matmul then takes 7 ms instead of 0.5.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import hub  # noqa: E402 (it needs the path above)
+
+# The same few inputs in every run, so that a failure is the change's and not the day's; `make soak` looks further.
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("quick", max_examples=50, derandomize=True, database=None, **COMMON)
+settings.register_profile("soak", max_examples=5000, **COMMON)
+settings.load_profile("quick")
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """The folder of downloaded models. It need not exist."""
+    return Path(os.environ.get("QUIRE_MODELS") or "~/.cache/quire").expanduser()
+
+
+@pytest.fixture(scope="session")
+def smollm2(models_dir) -> Path:
+    """SmolLM2-135M-Instruct, Q4_1: the default model."""
+    return _model(models_dir, hub.DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def qwen_05b(models_dir) -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct, Q4_K_M."""
+    return _model(models_dir, hub.PAIR[0])
+
+
+@pytest.fixture(scope="session")
+def qwen_15b(models_dir) -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: shares its tokenizer with the smaller one."""
+    return _model(models_dir, hub.PAIR[1])
+
+
+def _model(folder: Path, name: str) -> Path:
+    if not (folder / name).is_file():
+        pytest.skip(f"{name} is not in {folder}: `make models` fetches it")
+    return folder / name
