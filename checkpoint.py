@@ -1,7 +1,7 @@
 """Model files: three containers, one description of what is inside.
 
-Owns the parsers of GGUF, safetensors folders and llama2.c files; what their settings mean is families.py's. Knows nothing
-of torch and never turns bytes into numbers; weights.py does. Start at `open_checkpoint`.
+Owns the parsers of GGUF, safetensors folders and llama2.c files; what their settings mean is families.py's. Knows
+nothing of torch and never turns bytes into numbers; weights.py does. Start at `open_checkpoint`.
 
 A file is taken for hostile until checked: every count, size, offset and type is compared with what the file can hold
 before anything of that size is touched. Nothing here unpickles, and no code that lies beside a model is ever imported.

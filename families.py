@@ -1,8 +1,8 @@
 """What a model is: its sizes and rules as one ModelConfig, and how each family's metadata becomes one.
 
-Owns ModelConfig and the meaning of config.json's settings, their defaults and the checks on them. Knows nothing of files:
-checkpoint.py reads the settings and renames a GGUF's keys to these names. Start at `ModelConfig`; a new family is one
-function under `@family`.
+Owns ModelConfig and the meaning of config.json's settings, their defaults and the checks on them. Knows nothing of
+files: checkpoint.py reads the settings and renames a GGUF's keys to these names. Start at `ModelConfig`; a new family
+is one function under `@family`.
 """
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def yarn_ramp(theta: float, dim: int, context: int, beta_fast: float, beta_slow:
 
 
 def llama3_ramp(inv_freq: Tensor, context: int, low_freq_factor: float, high_freq_factor: float) -> Tensor:
-    """How far each frequency is interpolated, 0 to 1, in Llama 3.1's rule: wavelengths beyond context / low fully, those
-    under context / high not at all, between them smoothly."""
+    """How far each frequency is interpolated, 0 to 1, in Llama 3.1's rule: wavelengths beyond context / low fully,
+    those under context / high not at all, between them smoothly."""
     turns = context * inv_freq / (2 * math.pi)
     return 1 - ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)

@@ -3,9 +3,10 @@
 Owns the tensors that keys and values lie in, page tables, reference counts and the prefix index. Knows nothing of
 requests or scheduling: a request's hold on the cache is a `Lease`. Start at `Cache`.
 
-Layers with the same spec form a group; a group has its own pool of pages, since groups release pages at different times.
-A full page is published under a key that chains the key of the page before it with the page's tokens, so equal keys mean
-equal prefixes. A published page that nobody holds stays cached until its memory is wanted, the longest unheld first.
+Layers with the same spec form a group; a group has its own pool of pages, since groups release pages at different
+times. A full page is published under a key that chains the key of the page before it with the page's tokens, so equal
+keys mean equal prefixes. A published page that nobody holds stays cached until its memory is wanted, the longest unheld
+first.
 """
 
 from array import array
@@ -147,7 +148,8 @@ class Cache:
         return lease.num_published * self.page_size
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Gives an open lease pages for `num_tokens` tokens in all. False, and nothing changed, if there are too few."""
+        """Gives an open lease pages for `num_tokens` tokens in all. False, with nothing changed, if there are too few.
+        """
         num_wanted = self.pages_for(num_tokens)
         for pages, pool in zip(lease.pages, self.pools):
             if num_wanted - len(pages) > pool.num_available:

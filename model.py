@@ -45,7 +45,7 @@ class Batch:
     @staticmethod
     def pack(cache: Cache, rows: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
              row_L: Sequence[int]) -> "Batch":
-        """Request s computes `tokens[s]` after `pasts[s]` tokens, with the page tables in row `rows[s]` of the cache."""
+        """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `rows[s]` of the cache."""
         starts_S1, lengths_S, positions = [0], [], []
         for new, past in zip(tokens, pasts):
             starts_S1.append(starts_S1[-1] + len(new))
@@ -119,6 +119,7 @@ class Model:
         self.inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
         if weights.has("rope_freqs.weight"):  # a GGUF states Llama 3.1's rule as divisors
             self.inv_freq = self.inv_freq / weights.take("rope_freqs.weight").double()
+        self.notes = weights.notes  # what the user should know of the file's tensors
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""engine.py: whatever the batch, the chunks, the pages, the cache hits, the preemptions: the same tokens and the same text.
+"""engine.py: whatever the batch, the chunks, the pages, the cache hits, the preemptions: the same tokens, the same text.
 
 All equalities in float64 on tiny random models; texts and stops on models that follow a script.
 """
@@ -145,8 +145,8 @@ def test_every_prompt_and_answer_length_at_page_borders(llama):
     longest = run(llama, [list(range(n)) for n in range(1, 20)], SamplingParams(max_tokens=18, ignore_eos=True))
     for max_tokens in range(1, 18):
         for caching in (True, False):
-            got = run(llama, [list(range(n)) for n in range(1, 20)], SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-                      prefix_cache=caching)
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            got = run(llama, [list(range(n)) for n in range(1, 20)], params, prefix_cache=caching)
             assert got == [ids[:max_tokens] for ids in longest]
 
 
@@ -231,8 +231,8 @@ def test_every_eos_id_ends_the_answer(script):
 
 
 @pytest.mark.parametrize("stop, text", [
-    (("def",), "bc"), (("e", "d"), "bc"), (("cde", "d"), "bc"), (("de", "cde"), "b"), (("b",), ""), (("xyz",), "bcdefghijk"),
-    (("jkX", "k"), "bcdefghij"), (("bcdefghijkl",), "bcdefghijk"), (("a",), "bcdefghijk")])
+    (("def",), "bc"), (("e", "d"), "bc"), (("cde", "d"), "bc"), (("de", "cde"), "b"), (("b",), ""),
+    (("xyz",), "bcdefghijk"), (("jkX", "k"), "bcdefghij"), (("bcdefghijkl",), "bcdefghijk"), (("a",), "bcdefghijk")])
 def test_stop_strings_are_cut_exactly(script, stop, text):
     request = say(script(ALPHABET), stop=stop)
     assert request.text == text

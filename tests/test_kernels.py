@@ -88,8 +88,8 @@ def naive_attention(q_THA, keys, values, new, scale, window):
 
 
 @given(st.integers(0, 2**30), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5),
-       st.sampled_from([(1, 1), (4, 2), (6, 1), (7, 7)]), st.sampled_from([8, 16, 20, 40]), st.sampled_from([8, 16, 32]),
-       st.sampled_from([0, 0, 1, 5, 64]))
+       st.sampled_from([(1, 1), (4, 2), (6, 1), (7, 7)]), st.sampled_from([8, 16, 20, 40]),
+       st.sampled_from([8, 16, 32]), st.sampled_from([0, 0, 1, 5, 64]))
 def test_attention_over_pages_equals_loops(seed, requests, heads, A, B, window):
     """Ragged queries, grouped heads, windows; pages hold NaN wherever nothing was stored."""
     H, G = heads

@@ -143,5 +143,5 @@ def test_every_missing_tensor_is_named(tmp_path):
     folder = tiny.write_safetensors(tmp_path, tensors=tensors)
     with open_checkpoint(folder) as checkpoint, pytest.raises(ValueError) as error:
         load_model(checkpoint, torch.float32)
-    for name in ("ffn_up", "output_norm", "output.weight"):
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"):
         assert name in str(error.value)

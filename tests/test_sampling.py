@@ -59,7 +59,8 @@ def test_wrong_fields_are_refused(fields, message):
         SamplingParams.from_fields(fields)
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": ((5, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (50,)}])
+@pytest.mark.parametrize("fields", [{"logit_bias": ((5, 1.0),)}, {"logit_bias": ((-1, 1.0),)},
+                                    {"stop_token_ids": (50,)}])
 def test_ids_outside_the_vocabulary_are_refused(fields):
     with pytest.raises(ValueError, match="0 to 4"):
         SamplingParams(**fields).check_ids(5)
