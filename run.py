@@ -1,0 +1,797 @@
+"""The command line: `run.py generate`, `chat`, `batch`, `bench`, `perplexity`, `tokenize`, `info`, `models`.
+
+Owns flags, exit statuses, what goes to stdout and what to stderr, and how a model file becomes an Engine. Knows nothing
+of tensors. A command imports what it needs when it needs it, so that help, `tokenize` and `info` answer without torch.
+Start at `main`, then `generate` and `load_engine`; the flags are at the end.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpoint import Checkpoint
+    from engine import Engine, EngineConfig
+    from families import LayerConfig, ModelConfig
+    from sampling import SamplingParams
+    from scheduler import Request
+    from tokenizer import Tokenizer
+
+VERSION = "0.1.0"
+DEFAULT_MODELS_FOLDER = "~/.cache/quire"
+DTYPE_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
+ALIASES = {"-p": "--prompt", "-S": "--system", "--max-new-tokens": "--max-tokens", "--n-predict": "--max-tokens",
+           "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--ctx-size": "--context",
+           "--max-model-len": "--context", "--max-num-batched-tokens": "--max-step-tokens",
+           "--max-num-seqs": "--max-requests"}
+TEXT_FLAGS = ("--prompt", "--system", "--stop", "--decode")  # their value may begin with a dash
+LINE_END = re.compile(r"\r?\n\Z")
+
+
+class UsageError(ValueError):
+    """The user asked for what cannot be: exit status 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status. An error becomes one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that `finally` has its say
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            status = run(words)
+        except SystemExit as end:  # argparse's, after help, or SIGTERM's
+            status = end.code
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:
+        abandon(sys.stdout, sys.stderr)
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        print(f"run.py: error: {one_line(error)}", file=sys.stderr)
+        try:
+            print(end="", flush=True)
+        except OSError:  # a full disk, most likely the error itself
+            abandon(sys.stdout)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def abandon(*streams) -> None:
+    """What is still buffered goes nowhere: the interpreter would complain of it at its end."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def run(words: Sequence[str]) -> int:
+    words = with_command(decoded(words))
+    args = make_parser().parse_args(list(normalized(words)))
+    args.sampling = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
+    return args.run(args)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, for the user: value, limit, remedy. A bug of ours is told by its type too."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words of the command line
+
+
+def decoded(words: Iterable[str]) -> list[str]:
+    """The command line as UTF-8, whatever the locale made of its bytes."""
+    return [decode_utf8(os.fsencode(word), f"argument {i} of the command line", UsageError)
+            for i, word in enumerate(words, 1)]
+
+
+def decode_utf8(data: bytes, source: str, error_class: type[ValueError] = ValueError) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise error_class(f"{source} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+                          "convert it to UTF-8") from None
+
+
+def with_command(words: list[str]) -> list[str]:
+    """`run.py -p hi` and `run.py "some prompt"` are short for generate, `run.py` alone in a terminal for chat."""
+    if not words:
+        return ["chat"] if is_terminal(sys.stdin) else ["generate"]
+    return words if words[0] in (*COMMANDS, "-h", "--help", "--version") else ["generate", *words]
+
+
+def normalized(words: Iterable[str]) -> Iterator[str]:
+    """Flags in one spelling: aliases replaced, `-` for `_`, and a text joined to its flag: it may begin with a dash."""
+    words = iter(words)
+    for word in words:
+        if word == "--":
+            yield from (word, *words)
+            return
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        flag = ALIASES.get(flag, flag)
+        if flag in TEXT_FLAGS and not equals:
+            text = next(words, None)
+            equals, value = ("", "") if text is None else ("=", text)
+        yield flag + equals + value
+
+
+def is_terminal(stream) -> bool:
+    return stream is not None and stream.isatty()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answering prompts
+
+
+def generate(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args, drop_line_end=True)
+    if not prompt:
+        raise UsageError("the prompt is empty: give some text")
+    params = sampling_params(args)
+    if params.num_samples == 1 and args.max_requests is None:
+        args.max_requests = 1  # a cache for one context is enough
+    start_s = time.perf_counter()
+    engine = load_engine(args)
+    load_s = time.perf_counter() - start_s
+    ids = encode(engine.tokenizer, prompt, args)
+    requests = [engine.submit(ids, sample, deadline_s=args.deadline, show_special=args.show_special)
+                for sample in params.samples()]
+    echo = prompt if args.echo else ""
+    status = answer(engine, requests, None if args.json else SampleWriter(requests, echo))
+    if args.json:
+        for i, request in enumerate(requests):
+            fields = as_json(request, load_s) | {"text": echo + request.text, "sample": i, "model": engine.name}
+            print(json.dumps(fields, ensure_ascii=False))
+    report(requests, args)
+    for request in requests:
+        if request.error is not None:
+            raise RuntimeError(request.error)
+    return status
+
+
+def read_prompt(args: argparse.Namespace, drop_line_end: bool = False) -> str:
+    """The prompt, from the one place that gives it. `drop_line_end`: without the one at the end of a file or stdin."""
+    texts, files = args.prompt + [text for text in [args.text] if text is not None], args.file
+    if not texts and not files and sys.stdin is not None and not sys.stdin.isatty():
+        files = ["-"]
+    if len(texts) + len(files) != 1:
+        raise UsageError(f"{len(texts) + len(files) or 'no'} prompts: give one, as -p TEXT, -f FILE or through stdin")
+    if texts:
+        return texts[0]
+    if files[0] == "-":
+        data, source = b"" if sys.stdin is None else sys.stdin.buffer.read(), "stdin"
+    else:
+        data, source = Path(files[0]).read_bytes(), files[0]
+    text = decode_utf8(data, source).removeprefix("\ufeff")
+    return LINE_END.sub("", text) if drop_line_end else text
+
+
+def sampling_params(args: argparse.Namespace, vocab: int | None = None) -> SamplingParams:
+    """What the sampling flags say: checked before a model is loaded, ids once the size of its vocabulary is known.
+
+    chat and batch lay the same flags over defaults of their own."""
+    from sampling import SamplingParams
+
+    base = SamplingParams() if args.command == "generate" else SamplingParams(max_tokens=None)
+    try:
+        params = SamplingParams.from_fields(args.sampling, base)
+        if vocab is not None:
+            params.check_ids(vocab)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return params
+
+
+def encode(tokenizer: Tokenizer, prompt: str, args: argparse.Namespace) -> list[int]:
+    """The prompt as one user turn; with --raw, or for a model without a chat template, as it stands."""
+    num_notes = len(tokenizer.notes)
+    if args.raw or tokenizer.chat_template is None:
+        if args.system is not None:
+            lacks = "leave out --raw" if args.raw else "this model has none"
+            raise UsageError(f"--system needs a chat template: {lacks}")
+        ids = tokenizer.encode(prompt, special=not args.no_special)
+    else:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        ids = tokenizer.chat([*system, {"role": "user", "content": prompt}])
+    warn(tokenizer.notes[num_notes:])
+    return ids
+
+
+class SampleWriter:
+    """Writes answers one after the other while they come all at once: the first streams, the others wait their turn."""
+
+    def __init__(self, requests: Sequence[Request], echo: str):
+        self.waiting, self.echo, self.num_written = list(requests), echo, 0
+        print(echo, end="", flush=True)
+
+    def write(self) -> None:
+        """Writes what has arrived since the last call, and the line's end once all samples have ended."""
+        while self.waiting:
+            request = self.waiting[0]
+            print(request.text[self.num_written :], end="", flush=True)
+            self.num_written = len(request.text)
+            if request.finish_reason is None:
+                return
+            self.waiting.pop(0)
+            self.num_written = 0
+            print(f"\n---\n{self.echo}" if self.waiting else "\n", end="", flush=True)
+
+
+def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None) -> int:
+    """Runs the requests to their end, or cancels them after the step in which a signal came: 0, or 128 + the signal."""
+    signals = []
+
+    def note(number: int, frame) -> None:
+        signals.append(number)
+        signal.signal(number, before[number])  # a second one does not wait for the step
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while engine.has_work:
+            engine.step()
+            if signals:
+                for request in requests:
+                    engine.abort(request)
+            if writer is not None:
+                writer.write()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + signals[0] if signals else 0
+
+
+def as_json(request: Request, load_s: float) -> dict:
+    """An answer's fields. Times and rates are null where nothing was computed, or too little to take time."""
+    def rate(num_tokens: int, seconds: float | None) -> float | None:
+        return num_tokens / seconds if seconds else None
+
+    prefill_s = ttft_s = decode_s = None
+    if request.first_token_s is not None:
+        prefill_s = request.first_token_s - request.admitted_s
+        ttft_s = request.first_token_s - request.submitted_s
+        decode_s = request.finished_s - request.first_token_s
+    return {
+        "text": request.text, "token_ids": request.output_ids, "finish_reason": request.finish_reason,
+        "prompt_tokens": request.num_prompt, "cached_tokens": request.num_cached,
+        "completion_tokens": request.num_output, "preemptions": request.num_preemptions,
+        "logprobs": request.logprobs, "seed": request.params.seed,
+        "timings": {
+            "load_s": load_s, "prefill_s": prefill_s, "ttft_s": ttft_s, "decode_s": decode_s,
+            "prefill_tokens_per_s": rate(request.num_prompt - request.num_cached, prefill_s),
+            "decode_tokens_per_s": rate(request.num_output - 1, decode_s)},
+        "draft": None,
+    }
+
+
+def report(requests: Sequence[Request], args: argparse.Namespace) -> None:
+    """On stderr: statistics where they are wanted, and always what the user would miss otherwise."""
+    params, seconds = requests[0].params, args.deadline
+    if seconds is not None and any(r.finish_reason == "cancelled" and r.finished_s > r.deadline_s for r in requests):
+        warn([f"cancelled after --deadline {seconds:g} s"])
+    seed = [f"seed {params.seed}"] if params.temperature > 0 else []
+    if args.stats or is_terminal(sys.stderr):
+        print(dim(" · ".join([statistics(requests), *seed, f"{peak_memory_gb():.1f} GB"])), file=sys.stderr)
+    elif seed and "seed" not in args.sampling and not args.json:
+        print(seed[0], file=sys.stderr)
+
+
+def statistics(requests: Sequence[Request]) -> str:
+    """For instance: 24 tokens · 61.3 tok/s · prompt 812 (800 cached)."""
+    num_tokens = sum(request.num_output for request in requests)
+    parts = [f"{num_tokens} token{'s' * (num_tokens != 1)}"]
+    started = [request for request in requests if request.first_token_s is not None]
+    if num_tokens > len(started) > 0:
+        seconds = max(r.finished_s for r in started) - min(r.first_token_s for r in started)
+        parts.append(f"{(num_tokens - len(started)) / seconds:.1f} tok/s")
+    cached = f" ({requests[0].num_cached} cached)" if requests[0].num_cached else ""
+    return " · ".join([*parts, f"prompt {requests[0].num_prompt}{cached}"])
+
+
+def peak_memory_gb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def dim(text: str) -> str:
+    plain = not is_terminal(sys.stderr) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[2m{text}\x1b[0m"
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    import chat
+
+    for name in chat.NOT_IN_CHAT:
+        if name in args.sampling:
+            raise UsageError(f"--{name.replace('_', '-')} has no use in a chat: leave it out")
+    sampling_params(args)
+    args.max_requests = args.max_requests or 1
+    return chat.main(load_engine(args), args)
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    import batch
+
+    if args.resume and args.overwrite:
+        raise UsageError("--resume keeps what OUT holds and --overwrite does not: leave out one of them")
+    sampling_params(args)
+    return batch.main(load_engine(args), args)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    import bench
+
+    return bench.main(args, load_engine)
+
+
+def run_perplexity(args: argparse.Namespace) -> int:
+    import bench
+
+    if (args.file is None) == (args.ids is None):
+        raise UsageError("perplexity takes a FILE of text or --ids FILE, one of them")
+    return bench.perplexity_main(load_engine(args), args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a model file to an engine
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the flags describe. What is wrong with them is found before anything large is read."""
+    import torch
+
+    from engine import Engine
+    from model import load_model
+
+    engine_config = make_engine_config(args)
+    checkpoint = open_checkpoint(args)
+    config = checkpoint.config
+    if args.context is not None and args.context > config.max_context:
+        raise UsageError(f"--context is {args.context} but the model covers {config.max_context} tokens: lower it")
+    tokenizer = open_tokenizer(checkpoint, args)
+    sampling_params(args, vocab=min(config.vocab, tokenizer.vocab_size))
+    if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
+        torch.set_num_threads(args.threads or usable_cores())
+    model = load_model(checkpoint, getattr(torch, dtype_names(config, args)[0]), context=args.context)
+    warn(model.notes)
+    return Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
+
+
+def make_engine_config(args: argparse.Namespace) -> EngineConfig:
+    import torch
+
+    from engine import EngineConfig
+
+    try:
+        return EngineConfig(
+            page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
+            cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
+            max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
+            prefix_cache=not args.no_prefix_cache)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def open_checkpoint(args: argparse.Namespace) -> Checkpoint:
+    import checkpoint
+    import hub
+
+    name = os.environ.get("QUIRE_MODEL") or None if args.model is None else args.model
+    with Download() as progress:
+        path = hub.resolve(name, models_folder(), progress)
+    opened = checkpoint.open_checkpoint(path)
+    warn(opened.notes)
+    return opened
+
+
+def open_tokenizer(checkpoint: Checkpoint, args: argparse.Namespace) -> Tokenizer:
+    from tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint, Path(args.tokenizer) if args.tokenizer is not None else None)
+    warn(tokenizer.notes)
+    return tokenizer
+
+
+def warn(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"run.py: warning: {note}", file=sys.stderr)
+
+
+def models_folder() -> Path:
+    return Path(os.environ.get("QUIRE_MODELS") or DEFAULT_MODELS_FOLDER).expanduser()
+
+
+class Download:
+    """Shows how a download goes on: a bar in a terminal, elsewhere a line for each thing that begins."""
+
+    def __init__(self):
+        self.bar = self.what = None
+
+    def __enter__(self) -> Download:
+        if not is_terminal(sys.stderr):  # the hub's client has bars of its own
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return self
+
+    def __call__(self, what: str, num_bytes: int, total: int | None) -> None:
+        if is_terminal(sys.stderr):
+            if self.bar is None:
+                self.bar = download_bar()
+                self.task = self.bar.add_task(what)
+                self.bar.start()
+            self.bar.update(self.task, description=what, completed=num_bytes, total=total)
+        elif what != self.what:
+            print(what, file=sys.stderr)
+        self.what = what
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def download_bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                    console=Console(stderr=True), transient=True)
+
+
+def dtype_names(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str]:
+    """The types of weights and activations, and of the cache. A quantized file is computed in bfloat16."""
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if config.dtype == "quantized" else config.dtype
+    return dtype, dtype if args.cache_dtype == "auto" else args.cache_dtype
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: hyperthreads count once, and a container's quota is kept."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    siblings = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    num_cores = len({path.read_text() for path in siblings}) if all(p.exists() for p in siblings) else len(cpus)
+    return max(1, min(num_cores, int(min(cpu_quota(), len(cpus)))))
+
+
+def cpu_quota() -> float:
+    """CPUs whose time the control group may use up; infinite without a limit."""
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looking, without torch
+
+
+def tokenize(args: argparse.Namespace) -> int:
+    if args.decode is not None:
+        if args.prompt or args.file or args.text is not None:
+            raise UsageError("--decode takes ids and no text: leave out one of them")
+        tokenizer = open_tokenizer(open_checkpoint(args), args)
+        print(decode(tokenizer, args.decode), end="")
+        return 0
+    text = read_prompt(args)
+    tokenizer = open_tokenizer(open_checkpoint(args), args)
+    num_notes = len(tokenizer.notes)
+    ids = tokenizer.encode(text, special=not args.no_special, bos=False if args.no_bos else None)
+    warn(tokenizer.notes[num_notes:])
+    if args.show:
+        for id in ids:
+            print(f"{id}\t{json.dumps(tokenizer.piece(id), ensure_ascii=False)}")
+    else:
+        print(*ids)
+    return 0
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text that `tokenize` makes these ids of: a BOS that the model adds is no part of it."""
+    for id in ids:
+        if not 0 <= id < tokenizer.vocab_size:
+            raise UsageError(f"--decode names id {id} but the vocabulary has ids 0 to {tokenizer.vocab_size - 1}")
+    added = tokenizer.add_bos and ids[:1] == [tokenizer.bos_id]
+    return tokenizer.decode(ids[added:], show_special=True)
+
+
+def info(args: argparse.Namespace) -> int:
+    checkpoint, tokenizer = open_checkpoint(args), None
+    try:
+        tokenizer = open_tokenizer(checkpoint, args)
+    except ValueError as error:
+        warn([str(error)])
+    fields = describe(checkpoint, tokenizer, args)
+    if args.json:
+        print(json.dumps(fields, ensure_ascii=False))
+    else:
+        for name, value in fields.items():
+            print(f"{name.replace('_', ' '):<24}{shown(value)}")
+    return 0
+
+
+def describe(checkpoint: Checkpoint, tokenizer: Tokenizer | None, args: argparse.Namespace) -> dict:
+    """Formats have shares of the tensors' bytes. `same_tokens`: whether the tokens are the same whatever the batch."""
+    config, tensors = checkpoint.config, checkpoint.tensors.values()
+    nbytes = Counter()
+    for tensor in tensors:
+        nbytes[tensor.format] += tensor.nbytes
+    dtype, cache_dtype = dtype_names(config, args)
+    eos_ids = {*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
+    return {
+        "model": checkpoint.path.name, "container": checkpoint.container, "architecture": config.family,
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors), "tensor_bytes": nbytes.total(),
+        "formats": {name: count / nbytes.total() for name, count in nbytes.most_common()},
+        "layers": len(config.layers), "layer_kinds": dict(Counter(layer_kind(layer) for layer in config.layers)),
+        "hidden": config.hidden, "heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim,
+        "vocab": config.vocab, "context": config.context, "max_context": config.max_context,
+        "rope_scaling": config.rope.kind, "tokenizer": tokenizer.kind if tokenizer else None,
+        "chat_template": tokenizer is not None and tokenizer.chat_template is not None, "eos_ids": sorted(eos_ids),
+        "dtype": dtype, "cache_dtype": cache_dtype,
+        "cache_bytes_per_token":
+            2 * len(config.layers) * config.kv_heads * config.head_dim * DTYPE_NBYTES[cache_dtype],
+        "same_tokens": SAME_TOKENS.get(dtype, "not promised"),
+    }
+
+
+def layer_kind(layer: LayerConfig) -> str:
+    mixer = f"window of {layer.window}" if layer.mixer == "window" else layer.mixer
+    return f"{mixer} attention, {layer.ffn} feed-forward"
+
+
+def shown(value) -> str:
+    """A field of `describe` for people; its floats are shares."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {shown(share)}" for name, share in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
+    return {float: "{:.1%}", int: "{:,}"}.get(type(value), "{}").format(value)
+
+
+def models(args: argparse.Namespace) -> int:
+    import hub
+
+    folder = models_folder()
+    if args.fetch is not None:
+        with Download() as progress:
+            {"default": hub.fetch_default, "pair": hub.fetch_pair}[args.fetch](folder, progress)
+        return 0
+    for model in hub.list_models(folder):
+        print(f"{model.name}\t{model.kind}\t{model.nbytes / 1e6:.1f} MB")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, and whose help notices that its reader has gone."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30),
+                         **options)
+
+    def error(self, message: str):
+        raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists the flags")
+
+    def print_help(self, file=None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="run.py", usage="run.py [COMMAND] [flags]", description="Runs language models, exactly.",
+                    epilog="Without a command: generate; without anything, in a terminal: chat. "
+                           "run.py COMMAND --help lists a command's flags.")
+    parser.add_argument("--version", action="version", version=f"quire {VERSION}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, usage=f"run.py {name} {command.usage}",
+                                  description=f"{command.help.capitalize()}.")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        for title in (None, *command.groups):
+            group = sub if title is None else sub.add_argument_group(title)
+            for names, options in command.flags if title is None else GROUPS[title]:
+                group.add_argument(*names, **options)
+        sub.set_defaults(run=command.run, command=name, **command.defaults)
+    return parser
+
+
+def value(convert: Callable, accepts: Callable, complaint: str) -> Callable[[str], object]:
+    """A type for argparse: `convert`ed text that is accepted."""
+    def parse(text: str):
+        try:
+            if accepts(converted := convert(text)):
+                return converted
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
+
+    return parse
+
+
+def one_of(*built: str, later: str | None = None) -> Callable[[str], object]:
+    return value(str, built.__contains__,
+                 f"is not one of {', '.join(built)}" + (f" ({later} is not built yet)" if later else ""))
+
+
+def id_list(text: str) -> list[int]:
+    return [int(id) for id in text.replace(",", " ").split()]
+
+
+def id_and_number(text: str) -> tuple[int, float]:
+    id, _, number = text.partition("=")
+    return int(id), float(number)
+
+
+Flag = tuple[tuple[str, ...], dict]  # what argparse's add_argument takes
+
+
+def flag(*names: str, **options) -> Flag:
+    return names, options
+
+
+def switch(name: str, help: str) -> Flag:
+    return (name,), {"action": "store_true", "help": help}
+
+
+def sampling(*names: str, **options) -> Flag:
+    return names, {"default": argparse.SUPPRESS, **options}  # absent from args unless it was given
+
+
+COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
+PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power of two from 8 to 256")
+POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
+ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
+NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")
+IDS = value(id_list, lambda _: True, "is not a list of token ids like 1,2")
+BIAS = value(id_and_number, lambda _: True, "is not a token id and a number like 5=-1.5")
+
+PROMPT_FLAGS = [
+    flag("-p", "--prompt", action="append", default=[], metavar="TEXT", help="taken literally"),
+    flag("-f", "--file", action="append", default=[], metavar="FILE", help="UTF-8; - is stdin"),
+    flag("text", nargs="?", metavar="TEXT", help="the same as -p; without any, stdin is read"),
+]
+MODEL_FLAGS = [
+    flag("-m", "--model", metavar="MODEL", help="a .gguf or .bin file, a folder, or a hub id"),
+    flag("--tokenizer", metavar="PATH", help="its file or folder, if not the model's own"),
+]
+DTYPE_FLAGS = [
+    flag("--dtype", type=one_of("auto", *DTYPE_NBYTES), default="auto", metavar="TYPE", help=", ".join(DTYPE_NBYTES)),
+    flag("--cache-dtype", type=one_of("auto", "float32", "bfloat16", later="int8"), default="auto", metavar="TYPE",
+         help="float32, bfloat16; default: as --dtype"),
+]
+SAMPLING_FLAGS = [
+    sampling("-n", "--max-tokens", type=int, metavar="N", help="the answer's length at most (512)"),
+    sampling("-t", "--temperature", type=float, metavar="X", help="0: always the likeliest token (0)"),
+    sampling("-k", "--top-k", type=int, metavar="N", help="draw from the N likeliest (all)"),
+    sampling("--top-p", type=float, metavar="X", help="draw from the likeliest that sum up to X (1)"),
+    sampling("--min-p", type=float, metavar="X", help="drop those below X times the likeliest (0)"),
+    sampling("--repetition-penalty", type=float, metavar="X", help="divide logits of what occurred (1)"),
+    sampling("--presence-penalty", type=float, metavar="X", help="subtract from what was answered (0)"),
+    sampling("--frequency-penalty", type=float, metavar="X", help="subtract for every occurrence (0)"),
+    sampling("--logit-bias", type=BIAS, action="append", metavar="ID=X", help="add to a token's logit (repeatable)"),
+    sampling("-s", "--seed", type=int, metavar="N", help="sample i uses N + i (random, and reported)"),
+    sampling("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)"),
+    sampling("--stop-token-ids", type=IDS, metavar="1,2", help="end at one of these tokens"),
+    sampling("--include-stop", action="store_true", help="show what ended the answer"),
+    sampling("--ignore-eos", action="store_true", help="go on past end-of-text tokens"),
+    sampling("--min-tokens", type=int, metavar="N", help="do not end before so many (0)"),
+    sampling("--logprobs", type=int, metavar="N", help="log-probabilities, of N alternatives too"),
+    sampling("--num-samples", type=int, metavar="N", help="so many answers (1)"),
+]
+SAMPLING_FIELDS = [names[-1].removeprefix("--").replace("-", "_") for names, _ in SAMPLING_FLAGS]
+ENGINE_FLAGS = [
+    *DTYPE_FLAGS,
+    flag("--threads", type=COUNT, metavar="N", help="default: the physical cores it may use"),
+    flag("--device", type=one_of("auto", "cpu", later="cuda"), metavar="NAME", help="cpu"),
+    flag("--kernels", type=one_of("auto", "torch", later="native"), metavar="NAME", help="torch"),
+    flag("-c", "--context", type=COUNT, metavar="N", help="most tokens, prompt and answer (as trained)"),
+    flag("--page-size", type=PAGE_SIZE, default=32, metavar="N", help="tokens a page of the cache holds (32)"),
+    flag("--cache-memory", type=POSITIVE, metavar="GB", help="default: 4, or 40 %% of what is free"),
+    flag("--num-pages", type=COUNT, metavar="N", help="the same in pages"),
+    flag("--max-step-tokens", type=COUNT, default=512, metavar="N", help="computed in a step (512)"),
+    flag("--max-requests", type=COUNT, metavar="N", help="running at a time (64)"),
+    switch("--no-prefix-cache", "compute shared prefixes again"),
+    flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
+    # What is promised and this build lacks is refused, never ignored.
+    *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
+      ("--draft", "--draft-tokens", "--draft-tree", "--class")),
+    *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
+    flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
+    flag("--prefill", type=one_of("exact", later="bfloat16"), help=argparse.SUPPRESS),
+]
+GROUPS = {"prompt": PROMPT_FLAGS, "model": MODEL_FLAGS, "arithmetic": DTYPE_FLAGS, "sampling": SAMPLING_FLAGS,
+          "engine": ENGINE_FLAGS}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs, what it does, how it is called; its own flags, the groups it shares, and its defaults in these."""
+
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    usage: str
+    flags: list[Flag]
+    groups: tuple[str, ...]
+    defaults: dict = field(default_factory=dict)
+
+
+COMMANDS = {
+    "generate": Command(generate, "answer one prompt", "[TEXT | -p TEXT | -f FILE] [flags]", [
+        flag("-S", "--system", metavar="TEXT", help="the system turn"),
+        switch("--raw", "continue the text, without chat template"),
+        switch("--no-special", "with --raw: no control tokens in the text"),
+        switch("--show-special", "show control tokens in the answer"),
+        switch("--echo", "repeat the prompt before the answer"),
+        switch("--json", "one JSON object a sample"),
+        switch("--stats", "statistics on stderr, as in a terminal"),
+    ], ("prompt", "model", "sampling", "engine")),
+    "chat": Command(run_chat, "talk in the terminal, or line by line from a pipe", "[flags]", [
+        flag("-S", "--system", metavar="TEXT", help="the system turn"),
+        switch("--stats", "statistics on stderr, as in a terminal"),
+    ], ("model", "sampling", "engine")),
+    "batch": Command(run_batch, "answer a file of prompts", "IN [-o OUT] [flags]", [
+        flag("input", metavar="IN", help="JSON lines, or a .txt with a prompt a line; - is stdin"),
+        flag("-o", "--output", metavar="OUT", help="default: stdout"),
+        switch("--ordered", "answers in the order of the prompts"),
+        switch("--raw", "continue the texts, without chat template"),
+        switch("--resume", "do what OUT lacks, or holds as failed"),
+        switch("--overwrite", "replace an existing OUT"),
+    ], ("model", "sampling", "engine")),
+    "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
+        flag("names", nargs="*", metavar="NAME", help="prefill, decode; default: all"),
+        flag("--peer", action="append", default=[], metavar="NAME", help="measure another engine too (repeatable)"),
+        flag("--scale", type=NOT_BUILT, help=argparse.SUPPRESS),
+        switch("--json", "one JSON document as the last line"),
+    ], ("model", "engine")),
+    "perplexity": Command(run_perplexity, "tell how well a model predicts a text (-c 512)", "FILE [flags]", [
+        flag("file", nargs="?", metavar="FILE", help="UTF-8 text"),
+        flag("--ids", metavar="FILE", help="a JSON list of token ids instead of text"),
+        switch("--json", "one JSON object"),
+    ], ("model", "engine"), {"context": 512}),
+    "tokenize": Command(tokenize, "turn text into token ids, or back", "[-p TEXT | -f FILE | --decode IDS] [flags]", [
+        switch("--show", "a line a token: id, tab, text as a JSON string"),
+        switch("--no-bos", "without the token that begins a text"),
+        switch("--no-special", "no control tokens in the text"),
+        flag("--decode", type=IDS, metavar="IDS", help='the text of "1 2 3" or "1,2,3"'),
+    ], ("prompt", "model")),
+    "info": Command(info, "tell what a model file holds", "[-m MODEL] [--json]", [
+        switch("--json", "one JSON object"),
+    ], ("model", "arithmetic")),
+    "models": Command(models, "list the model folder", "[--fetch default|pair]", [
+        flag("--fetch", choices=("default", "pair"), help="fetch the default model, or a pair for tests"),
+    ], ()),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
