@@ -407,7 +407,7 @@ def open_checkpoint(args: argparse.Namespace) -> Checkpoint:
 
 
 def open_tokenizer(checkpoint: Checkpoint, args: argparse.Namespace) -> Tokenizer:
-    from tokenizer import load_tokenizer
+    from vocab import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, Path(args.tokenizer) if args.tokenizer is not None else None)
     warn(tokenizer.notes)

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hub  # noqa: E402 (it needs the path above)
+import tokens  # noqa: E402
 
 # The same few inputs in every run, so that a failure is the change's and not the day's; `make soak` looks further.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -52,3 +53,15 @@ def _model(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         pytest.skip(f"{name} is not in {folder}: `make models` fetches it")
     return folder / name
+
+
+@pytest.fixture
+def tb(tmp_path):
+    """A tokenizer of the 256 bytes, without merges."""
+    return tokens.byte_tokenizer(tmp_path / "tb")
+
+
+@pytest.fixture(scope="session")
+def spm(tmp_path_factory):
+    """A small sentencepiece model with byte fallback, and its pieces as (text, score, type)."""
+    return tokens.train_sentencepiece(tmp_path_factory.mktemp("spm"))

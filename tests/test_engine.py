@@ -1,4 +1,4 @@
-"""engine.py: whatever the batch, the chunks, the pages, the cache hits, the preemptions: the same tokens, the same text.
+"""engine.py: whatever the batch, chunks, pages, cache hits, preemptions: the same tokens and the same text.
 
 All equalities in float64 on tiny random models; texts and stops on models that follow a script.
 """
@@ -15,7 +15,7 @@ from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from model import load_model
 from sampling import SamplingParams
-from tokenizer import load_tokenizer
+from vocab import load_tokenizer
 
 PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 2, 7, 8, 9, 30, 33, 64, 100))]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -326,7 +326,7 @@ def test_the_command_line_answers_as_the_engine_does(call, llama):
     from engine import Engine, EngineConfig
     from model import load_model
     from sampling import SamplingParams
-    from tokenizer import load_tokenizer
+    from vocab import load_tokenizer
 
     checkpoint = open_checkpoint(llama)
     tokenizer = load_tokenizer(checkpoint)
@@ -555,7 +555,7 @@ def with_bos(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sentencepiece(with_bos):
     from checkpoint import open_checkpoint
-    from tokenizer import load_tokenizer
+    from vocab import load_tokenizer
 
     return load_tokenizer(open_checkpoint(with_bos))
 

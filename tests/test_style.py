@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
     "run chat batch bench view engine speculative scheduler model weights sampling kvcache parallel kernels "
-    "tokenizer checkpoint families quant hub"
+    "vocab tokenizer checkpoint families quant hub"
 ).split()
-NO_TORCH = ("tokenizer", "checkpoint", "families", "quant", "hub")  # so that `tokenize` and `info` are instant
+NO_TORCH = ("vocab", "tokenizer", "checkpoint", "families", "quant", "hub")  # so that `tokenize` and `info` are instant
 TERMINAL = ("run", "chat", "batch", "bench", "view")  # may print, parse arguments and read the environment
 MAX_LINE, MAX_FUNCTION, MAX_MODULE = 120, 80, 900
 
