@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flags
 import run
 import tiny
 
@@ -90,24 +91,6 @@ def refused(result: Result, *parts: str, status: int = 2) -> None:
 # ---- Words of the command line ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words, meant", [
-    ("-p hi", "--prompt=hi"),
-    ("--prompt -x", "--prompt=-x"),
-    ("-p --json", "--prompt=--json"),
-    ("-p=--json", "--prompt=--json"),
-    ("--stop -- -n 5", "--stop=-- -n 5"),
-    ("--max_tokens 5 --n-predict=6", "--max-tokens 5 --max-tokens=6"),
-    ("--max_new_tokens 5 --repeat_penalty=1.5 --temp 1", "--max-tokens 5 --repetition-penalty=1.5 --temperature 1"),
-    ("--ctx-size 9 --max-model-len 9", "--context 9 --context 9"),
-    ("--max_num_seqs=1 --max-num-batched-tokens 2", "--max-requests=1 --max-step-tokens 2"),
-    ("a_b=c_d -f a_b", "a_b=c_d -f a_b"),
-    ("-- -p --max_tokens", "-- -p --max_tokens"),
-    ("-p", "--prompt"),
-])
-def test_flags_have_one_spelling(words, meant):
-    assert list(run.normalized(words.split())) == meant.split()
-
-
 def test_the_first_word_decides_the_command(call, monkeypatch):
     seen = []
     for name, command in run.COMMANDS.items():
@@ -133,14 +116,6 @@ def test_the_first_word_decides_the_command(call, monkeypatch):
     call("chat", "-S", "-be brief-", "-c", "99")
     args = seen.pop()[1]
     assert (args.system, args.context, args.sampling) == ("-be brief-", 99, {})
-
-
-def test_every_sampling_parameter_has_a_flag():
-    from sampling import SamplingParams
-
-    assert sorted(run.SAMPLING_FIELDS) == sorted(field.name for field in SamplingParams.__dataclass_fields__.values())
-    for alias in ("--max-new-tokens", "--n-predict", "--temp", "--repeat-penalty"):
-        assert run.ALIASES[alias].removeprefix("--").replace("-", "_") in run.SAMPLING_FIELDS
 
 
 @pytest.mark.parametrize("words", [
@@ -190,7 +165,7 @@ def test_help_fits_a_screen(call, monkeypatch, command):
 
 
 def test_version(call):
-    assert call("--version").out == f"quire {run.VERSION}\n"
+    assert call("--version").out == f"quire {flags.VERSION}\n"
 
 
 def test_looking_does_not_import_torch(llama):
@@ -222,7 +197,7 @@ def test_a_prompt_is_the_same_by_every_road(call, abc, tmp_path, prompt):
 
 def echoed(call, *words, **options) -> str:
     """The prompt as `generate --echo` repeats it before "abc"."""
-    result = call("generate", "--raw", "--echo", *words, **options)
+    result = call("generate", "--echo", *words, **options)
     assert result.status == 0, result.err
     assert result.out.endswith("abc\n")
     return result.out[: -len("abc\n")]
@@ -238,6 +213,7 @@ def test_one_final_line_end_of_a_file_is_dropped(call, abc, tmp_path, text, prom
     assert echoed(call, "-m", abc, stdin=text.encode()) == prompt
     if not text.startswith("\ufeff"):
         assert echoed(call, "-m", abc, "-p", text) == text
+        assert echoed(call, "-m", abc, "--raw", "-f", tmp_path / "file") == text  # exactly as it stands
 
 
 def test_invalid_utf8_is_named_by_its_offset(call, abc, tmp_path):
@@ -722,7 +698,7 @@ def test_the_readmes_commands_are_understood():
     assert len(commands) > 10
     for command in commands:
         words = run.with_command(shlex.split(command, comments=True))
-        assert run.make_parser().parse_args(list(run.normalized(words))).run
+        assert run.make_parser(run.COMMANDS).parse_args(list(run.normalized(words))).run
 
 
 @pytest.mark.models

@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
-    "run chat batch bench view engine speculative scheduler model weights sampling kvcache parallel kernels "
+    "run flags chat batch bench view engine speculative scheduler model weights sampling kvcache parallel kernels "
     "vocab tokenizer checkpoint families quant hub"
 ).split()
-NO_TORCH = ("vocab", "tokenizer", "checkpoint", "families", "quant", "hub")  # so that `tokenize` and `info` are instant
-TERMINAL = ("run", "chat", "batch", "bench", "view")  # may print, parse arguments and read the environment
+# So that `tokenize`, `info` and `--help` are instant.
+NO_TORCH = ("flags", "vocab", "tokenizer", "checkpoint", "families", "quant", "hub")
+TERMINAL = ("run", "flags", "chat", "batch", "bench", "view")  # may print, parse arguments and read the environment
 MAX_LINE, MAX_FUNCTION, MAX_MODULE = 120, 80, 900
 
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))

@@ -1,0 +1,192 @@
+"""The flags of the command line: how they are spelled, what each accepts, and which are not built yet.
+
+Owns the tables of flags that commands share, and the parser that is made of them. Knows nothing of what they do: run.py
+does. Needs no torch. Start at `make_parser`; the tables are at the end.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+VERSION = "0.1.0"
+DTYPE_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ALIASES = {"-p": "--prompt", "-S": "--system", "--max-new-tokens": "--max-tokens", "--n-predict": "--max-tokens",
+           "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--ctx-size": "--context",
+           "--max-model-len": "--context", "--max-num-batched-tokens": "--max-step-tokens",
+           "--max-num-seqs": "--max-requests"}
+TEXT_FLAGS = ("--prompt", "--system", "--stop", "--decode")  # their value may begin with a dash
+
+
+class UsageError(ValueError):
+    """The user asked for what cannot be: exit status 2."""
+
+
+def normalized(words: Iterable[str]) -> Iterator[str]:
+    """Flags in one spelling: aliases replaced, `-` for `_`, and a text joined to its flag: it may begin with a dash."""
+    words = iter(words)
+    for word in words:
+        if word == "--":
+            yield from (word, *words)
+            return
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        flag = ALIASES.get(flag, flag)
+        if flag in TEXT_FLAGS and not equals:
+            text = next(words, None)
+            equals, value = ("", "") if text is None else ("=", text)
+        yield flag + equals + value
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, and whose help notices that its reader has gone."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30),
+                         **options)
+
+    def error(self, message: str):
+        raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists the flags")
+
+    def print_help(self, file=None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
+def make_parser(commands: Mapping[str, Command]) -> Parser:
+    parser = Parser(prog="run.py", usage="run.py [COMMAND] [flags]", description="Runs language models, exactly.",
+                    epilog="Without a command: generate; without anything, in a terminal: chat. "
+                           "run.py COMMAND --help lists a command's flags.")
+    parser.add_argument("--version", action="version", version=f"quire {VERSION}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in commands.items():
+        sub = subparsers.add_parser(name, help=command.help, usage=f"run.py {name} {command.usage}",
+                                  description=f"{command.help.capitalize()}.")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        for title in (None, *command.groups):
+            group = sub if title is None else sub.add_argument_group(title)
+            for names, options in command.flags if title is None else GROUPS[title]:
+                group.add_argument(*names, **options)
+        sub.set_defaults(run=command.run, command=name, **command.defaults)
+    return parser
+
+
+def value(convert: Callable, accepts: Callable, complaint: str) -> Callable[[str], object]:
+    """A type for argparse: `convert`ed text that is accepted."""
+    def parse(text: str):
+        try:
+            if accepts(converted := convert(text)):
+                return converted
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
+
+    return parse
+
+
+def one_of(*built: str, later: str | None = None) -> Callable[[str], object]:
+    return value(str, built.__contains__,
+                 f"is not one of {', '.join(built)}" + (f" ({later} is not built yet)" if later else ""))
+
+
+def id_list(text: str) -> list[int]:
+    return [int(id) for id in text.replace(",", " ").split()]
+
+
+def id_and_number(text: str) -> tuple[int, float]:
+    id, _, number = text.partition("=")
+    return int(id), float(number)
+
+
+Flag = tuple[tuple[str, ...], dict]  # what argparse's add_argument takes
+
+
+def flag(*names: str, **options) -> Flag:
+    return names, options
+
+
+def switch(name: str, help: str) -> Flag:
+    return (name,), {"action": "store_true", "help": help}
+
+
+def sampling(*names: str, **options) -> Flag:
+    return names, {"default": argparse.SUPPRESS, **options}  # absent from args unless it was given
+
+
+COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
+PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power of two from 8 to 256")
+POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
+ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
+NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")
+IDS = value(id_list, lambda _: True, "is not a list of token ids like 1,2")
+BIAS = value(id_and_number, lambda _: True, "is not a token id and a number like 5=-1.5")
+
+PROMPT_FLAGS = [
+    flag("-p", "--prompt", action="append", default=[], metavar="TEXT", help="taken literally"),
+    flag("-f", "--file", action="append", default=[], metavar="FILE", help="UTF-8; - is stdin"),
+    flag("text", nargs="?", metavar="TEXT", help="the same as -p; without any, stdin is read"),
+]
+MODEL_FLAGS = [
+    flag("-m", "--model", metavar="MODEL", help="a .gguf or .bin file, a folder, or a hub id"),
+    flag("--tokenizer", metavar="PATH", help="its file or folder, if not the model's own"),
+]
+DTYPE_FLAGS = [
+    flag("--dtype", type=one_of("auto", *DTYPE_NBYTES), default="auto", metavar="TYPE", help=", ".join(DTYPE_NBYTES)),
+    flag("--cache-dtype", type=one_of("auto", "float32", "bfloat16", later="int8"), default="auto", metavar="TYPE",
+         help="float32, bfloat16; default: as --dtype"),
+]
+SAMPLING_FLAGS = [
+    sampling("-n", "--max-tokens", type=int, metavar="N", help="the answer's length at most (512)"),
+    sampling("-t", "--temperature", type=float, metavar="X", help="0: always the likeliest token (0)"),
+    sampling("-k", "--top-k", type=int, metavar="N", help="draw from the N likeliest (all)"),
+    sampling("--top-p", type=float, metavar="X", help="draw from the likeliest that sum up to X (1)"),
+    sampling("--min-p", type=float, metavar="X", help="drop those below X times the likeliest (0)"),
+    sampling("--repetition-penalty", type=float, metavar="X", help="divide logits of what occurred (1)"),
+    sampling("--presence-penalty", type=float, metavar="X", help="subtract from what was answered (0)"),
+    sampling("--frequency-penalty", type=float, metavar="X", help="subtract for every occurrence (0)"),
+    sampling("--logit-bias", type=BIAS, action="append", metavar="ID=X", help="add to a token's logit (repeatable)"),
+    sampling("-s", "--seed", type=int, metavar="N", help="sample i uses N + i (random, and reported)"),
+    sampling("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)"),
+    sampling("--stop-token-ids", type=IDS, metavar="1,2", help="end at one of these tokens"),
+    sampling("--include-stop", action="store_true", help="show what ended the answer"),
+    sampling("--ignore-eos", action="store_true", help="go on past end-of-text tokens"),
+    sampling("--min-tokens", type=int, metavar="N", help="do not end before so many (0)"),
+    sampling("--logprobs", type=int, metavar="N", help="log-probabilities, of N alternatives too"),
+    sampling("--num-samples", type=int, metavar="N", help="so many answers (1)"),
+]
+SAMPLING_FIELDS = [names[-1].removeprefix("--").replace("-", "_") for names, _ in SAMPLING_FLAGS]
+ENGINE_FLAGS = [
+    *DTYPE_FLAGS,
+    flag("--threads", type=COUNT, metavar="N", help="default: the physical cores it may use"),
+    flag("--device", type=one_of("auto", "cpu", later="cuda"), metavar="NAME", help="cpu"),
+    flag("--kernels", type=one_of("auto", "torch", later="native"), metavar="NAME", help="torch"),
+    flag("-c", "--context", type=COUNT, metavar="N", help="most tokens, prompt and answer (as trained)"),
+    flag("--page-size", type=PAGE_SIZE, default=32, metavar="N", help="tokens a page of the cache holds (32)"),
+    flag("--cache-memory", type=POSITIVE, metavar="GB", help="default: 4, or 40 %% of what is free"),
+    flag("--num-pages", type=COUNT, metavar="N", help="the same in pages"),
+    flag("--max-step-tokens", type=COUNT, default=512, metavar="N", help="computed in a step (512)"),
+    flag("--max-requests", type=COUNT, metavar="N", help="running at a time (64)"),
+    switch("--no-prefix-cache", "compute shared prefixes again"),
+    flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
+    # What is promised and this build lacks is refused, never ignored.
+    *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
+      ("--draft", "--draft-tokens", "--draft-tree", "--class")),
+    *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
+    flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
+    flag("--prefill", type=one_of("exact", later="bfloat16"), help=argparse.SUPPRESS),
+]
+GROUPS = {"prompt": PROMPT_FLAGS, "model": MODEL_FLAGS, "arithmetic": DTYPE_FLAGS, "sampling": SAMPLING_FLAGS,
+          "engine": ENGINE_FLAGS}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs, what it does, how it is called; its own flags, the groups it shares, and its defaults in these."""
+
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    usage: str
+    flags: list[Flag]
+    groups: tuple[str, ...]
+    defaults: dict = field(default_factory=dict)
