@@ -1,0 +1,480 @@
+"""chat.py: every turn is what a one-shot rendering of the conversation gives; commands; a pipe; a real terminal."""
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pexpect
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.live import Live
+
+import chat
+import tiny
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from model import load_model
+from sampling import SamplingParams
+from vocab import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSES_SYSTEM = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+                  "{{ m.role + ':' + m.content + '|' }}{% endfor %}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=400)
+
+
+@pytest.fixture
+def engine(folder):
+    return load(folder)
+
+
+def load(folder, **generation) -> Engine:
+    with open_checkpoint(folder) as checkpoint:
+        return Engine(load_model(checkpoint, torch.float64), EngineConfig(page_size=8, num_pages=100),
+                      load_tokenizer(checkpoint), name="tiny", generation=generation)
+
+
+def run(engine, monkeypatch, capsys, *lines, system=None, stats=False, **sampling):
+    """A conversation through a pipe: exit status, stdout, stderr, and the prompt and answer of every turn."""
+    turns = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda ids, *args, **kw: turns.append(submit(ids, *args, **kw)) or turns[-1])
+    data = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
+    stdin = io.TextIOWrapper(io.BytesIO(data))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True} | sampling
+    status = chat.main(engine, Namespace(sampling=sampling, system=system, stats=stats, deadline=None))
+    monkeypatch.setattr(engine, "submit", submit)
+    return SimpleNamespace(status=status, turns=turns, **capsys.readouterr()._asdict())
+
+
+def messages(*texts) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Turns
+
+
+def test_every_turn_is_the_conversation_rendered_in_one_shot(engine, folder, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "hello", "", "<|im_end|> 讲", '"""', "two", "", "/lines", '"""', "last")
+    assert said.status == 0 and len(said.turns) == 4
+    texts, alone = [], load(folder)
+    for turn, message in zip(said.turns, ["hello", "<|im_end|> 讲", "two\n\n/lines", "last"]):
+        texts.append(message)
+        assert turn.prompt_ids == engine.tokenizer.chat(messages(*texts))
+        [expected] = alone.generate([turn.prompt_ids], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert turn.text == expected.text
+        texts.append(turn.text)
+    assert said.out == "".join(f"{answer}\n\n" for answer in texts[1::2])
+    assert all(turn.num_cached > 0 for turn in said.turns[1:]), "turns do not reuse the conversation's cache"
+
+
+def test_the_system_turn_comes_first(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "/system two", "b", '/system ""', "c", "/system", system="one")
+    texts = []
+    for turn, system, text in zip(said.turns, ("one", "two", None), "abc"):
+        texts.append(text)
+        head = [{"role": "system", "content": system}] if system else []
+        assert turn.prompt_ids == engine.tokenizer.chat(head + messages(*texts))
+        texts.append(turn.text)
+    assert said.err.endswith("no system turn\n")
+
+
+def test_undo_regen_and_clear(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "b", "/undo", "c", "/regen", "/new", "d", "/undo", "/undo", "/r", "e")
+    first = said.turns[0].text
+    prompts = [("a",), ("a", first, "b"), ("a", first, "c"), ("a", first, "c"), ("d",), ("e",)]
+    assert [turn.prompt_ids for turn in said.turns] == [engine.tokenizer.chat(messages(*texts)) for texts in prompts]
+    assert "forgotten: b" in said.err and "nothing to undo" in said.err and "no answer yet" in said.err
+    assert said.turns[3].text == said.turns[2].text and said.turns[3].num_cached >= said.turns[2].num_prompt - 8
+
+
+def test_regen_draws_anew_unless_the_seed_is_fixed(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "/regen", "/set seed 5", "/regen", "/regen", temperature=1,
+               max_tokens=20)
+    texts = [turn.text for turn in said.turns]
+    assert len(set(texts)) == 3 and texts[2] == texts[3] and "fixed seed" in said.err
+    seeds = [turn.params.seed for turn in said.turns]
+    assert seeds[2:] == [5, 5] and re.findall(r"^seed (\d+)$", said.err, re.M) == [str(seed) for seed in seeds[:2]]
+
+
+def test_a_full_context_fails_the_turn_and_nothing_else(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "x" * 500, "b")
+    assert said.status == 1 and said.out.count("\n\n") == 2
+    assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
+    num_tokens = len(engine.tokenizer.chat(messages("a", said.turns[0].text, "x" * 500)))
+    assert str(num_tokens) in said.err and "400" in said.err and "--context" in said.err
+
+
+def test_a_cut_answer_is_said_to_be_cut(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", max_tokens=3)
+    assert "cut after max_tokens 3" in said.err and "400 tokens is full" not in said.err
+    said = run(engine, monkeypatch, capsys, "a", max_tokens=None)
+    assert "400 tokens is full" in said.err and len(said.turns[0].tokens) == 400
+
+
+def test_statistics_show_the_cached_prefix(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "b", "/stats", stats=True)
+    second = said.turns[1]
+    line = f"prompt {second.num_prompt} ({second.num_cached} cached) · context {len(second.tokens)}/400"
+    assert said.err.count(line) == 2 and "all 2 answers: 12 tokens" in said.err and "\x1b" not in said.err
+
+
+def test_overflow_fails_the_turn_and_nothing_else(tmp_path, monkeypatch, capsys):
+    folder = tiny.tiny_llama(tmp_path)
+    tensors = tiny.tiny_tensors(tiny.tiny_config())
+    tensors["model.embed_tokens.weight"][ord("!")] = float("nan")
+    engine = load(tiny.write_safetensors(folder, tensors=tensors))
+    said = run(engine, monkeypatch, capsys, "a", "no!", "b")
+    assert said.status == 1 and "non-finite" in said.err
+    assert said.turns[2].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+@pytest.mark.parametrize("generation, given, expected", [
+    ({}, {}, {"temperature": 0.7, "top_p": 0.95, "max_tokens": None}),
+    ({"repetition_penalty": 1.1}, {}, {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}),
+    ({"top_k": 20, "do_sample": True, "max_new_tokens": 9}, {}, {"temperature": 1.0, "top_k": 20, "max_tokens": None}),
+    ({"temperature": 0.6, "top_p": None}, {"top_p": 0.5}, {"temperature": 0.6, "top_p": 0.5}),
+    ({"temperature": 0.6, "do_sample": False}, {}, {"temperature": 0.0}),
+    ({}, {"temperature": 0, "max_tokens": 5}, {"temperature": 0.0, "top_p": 0.95, "max_tokens": 5}),
+])
+def test_default_settings(folder, generation, given, expected):
+    assert chat.default_settings(load(folder, **generation), given) == SamplingParams(**{"max_tokens": None} | expected)
+
+
+@pytest.mark.parametrize("given, expected", [
+    ("temperature 0.5", {"temperature": 0.5}), ("temp 1", {"temperature": 1.0}), ("top-k 5", {"top_k": 5}),
+    ("stop END of it", {"stop": ("END of it",)}), ('stop ["a", "b"]', {"stop": ("a", "b")}), ("seed 7", {"seed": 7}),
+    ("stop_token_ids 1,2", {"stop_token_ids": (1, 2)}), ("logit-bias 5=-2.5", {"logit_bias": ((5, -2.5),)}),
+    ("ignore_eos true", {"ignore_eos": True}), ("seed none", {}), ("temperature off", {}),
+    ("max_tokens 8", {"max_tokens": 8}), ("include-stop on", {"include_stop": True})])
+def test_set(engine, given, expected):
+    plain = SamplingParams(max_tokens=None)
+    talk = chat.Conversation(engine, plain, plain)
+    chat.set_value(talk, given)
+    assert talk.settings == SamplingParams(**{"max_tokens": None} | expected)
+    chat.set_value(talk, f"{given.split()[0]} default")
+    assert talk.settings == plain
+
+
+@pytest.mark.parametrize("given", [
+    "", "temperature", "temperature hot", "temperature -1", "top_p 2", "colour 1", "stop_token_ids x", "logit_bias 5",
+    "logit_bias 99999=1", "num_samples 2", "logprobs 1", "max_tokens 0", "temperature nan", "seed 1.5", 'stop "'])
+def test_a_value_that_cannot_be_set_changes_nothing(engine, given):
+    plain = SamplingParams()
+    talk = chat.Conversation(engine, plain, plain)
+    with pytest.raises(ValueError):
+        chat.set_value(talk, given)
+    assert talk.settings is plain
+
+
+def test_the_two_ways_back(engine):
+    talk = chat.Conversation(engine, SamplingParams(), SamplingParams(max_tokens=22, seed=4))
+    for word, max_tokens in (("default", 22), ("none", None), ("5", 5), ("off", None)):
+        chat.set_value(talk, f"max_tokens {word}")
+        assert talk.settings.max_tokens == max_tokens
+
+
+def test_set_takes_effect(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", "/set max-tokens 2", "b", "/set colour 1", "/show", "c")
+    assert [turn.num_output for turn in said.turns] == [6, 2, 2]
+    assert "unknown sampling field 'colour'" in said.err and "max_tokens 2\n" in said.err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def test_save_and_load(engine, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "talk.json"
+    said = run(engine, monkeypatch, capsys, "é", "/set stop END", "/set logit_bias 5=1.5", f"/save {file}", "b",
+               f"/save {file}", system="be brief")
+    first, second = said.turns
+    saved = json.loads(file.read_text("utf-8"))
+    assert list(saved) == ["model", "system", "settings", "messages"]
+    assert (saved["model"], saved["system"], saved["settings"]["stop"]) == ("tiny", "be brief", ["END"])
+    assert saved["messages"] == messages("é", first.text, "b", second.text)
+    again = run(engine, monkeypatch, capsys, f"/load {file}", "c", "/regen", "/undo", f"/save {tmp_path / 'other'}")
+    head = [{"role": "system", "content": "be brief"}]
+    assert again.turns[0].prompt_ids == engine.tokenizer.chat(head + messages("é", first.text, "b", second.text, "c"))
+    assert again.turns[0].params.stop == ("END",) and again.turns[0].params.logit_bias == ((5, 1.5),)
+    assert json.loads((tmp_path / "other").read_text("utf-8")) == saved
+    assert sorted(os.listdir(tmp_path)) == ["other", "talk.json"]
+
+
+def test_only_a_conversation_is_loaded_or_replaced(engine, monkeypatch, capsys, tmp_path):
+    bad = [("notes", "precious"), ("list", "[]"), ("wizard", '{"messages": [{"role": "wizard", "content": ""}]}'),
+           ("settings", '{"messages": [], "settings": {"temperature": -1}}'),
+           ("system", '{"messages": [], "system": 1}')]
+    lines = ["a"]
+    for name, content in bad:
+        (tmp_path / name).write_text(content)
+        lines += [f"/load {tmp_path / name}", f"/load {tmp_path / 'missing'}"]
+    said = run(engine, monkeypatch, capsys, *lines, f"/save {tmp_path / 'notes'}", f"/save {tmp_path}", "b")
+    assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
+    assert (tmp_path / "notes").read_text() == "precious" and said.status == 0
+    assert said.err.count("No such file") == 5 and said.err.count("\n") == 2 * 5 + 2 + 2
+
+
+def test_an_openai_list_of_messages_can_be_loaded(engine, monkeypatch, capsys, tmp_path):
+    turns = [{"role": "system", "content": "s"}, *messages("a", "b")]
+    (tmp_path / "in").write_text(json.dumps({"messages": turns}))
+    said = run(engine, monkeypatch, capsys, f"/load {tmp_path / 'in'}", "c")
+    assert said.turns[0].prompt_ids == engine.tokenizer.chat(turns + messages("c"))
+
+
+def test_read_puts_a_file_before_the_next_message(engine, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeff/é\nline\n".encode())
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    read, bad = (f"/read {tmp_path / name}" for name in ("a.txt", "bad.txt"))
+    said = run(engine, monkeypatch, capsys, read, "sum up", bad, "b", read)
+    contents = ["/é\nline\n\nsum up", said.turns[0].text, "b", said.turns[1].text, "/é\nline"]
+    assert said.turns[2].prompt_ids == engine.tokenizer.chat(messages(*contents)), "a file that was read last is lost"
+    assert "byte 3 " in said.err
+
+
+def test_an_unknown_command_says_so_and_goes_on(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "/frobnicate now", "a", "/help", "/exit", "never")
+    assert (said.status, len(said.turns)) == (0, 1) and "unknown command /frobnicate" in said.err
+    assert all(name in said.err for command in chat.COMMANDS for name in command.names)
+    assert said.out == f"{said.turns[0].text}\n\n"
+
+
+def test_bad_input_fails_a_turn_and_goes_on(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a", b"\xc3\xa9\x96", "b", '"""open', "end")
+    assert (said.status, len(said.turns)) == (1, 2)
+    assert "byte 4 " in said.err and "ended inside" in said.err
+
+
+def test_a_template_that_refuses_the_system_turn(engine, monkeypatch, capsys):
+    engine.tokenizer.chat_template = REFUSES_SYSTEM
+    said = run(engine, monkeypatch, capsys, "a", "/system s", "b")
+    assert said.status == 0 and said.err.count("no system here") == 1
+    assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
+    with pytest.raises(ValueError, match="no system here"):
+        run(engine, monkeypatch, capsys, "a", system="s")
+
+
+def test_a_model_without_a_chat_template_is_refused(engine, monkeypatch, capsys):
+    engine.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        run(engine, monkeypatch, capsys, "a")
+
+
+def test_completions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "file").touch()
+    assert chat.completions("/re") == (-3, ["/reset", "/regen", "/read"])
+    assert chat.completions("/set top") == (-3, ["top_k", "top_p"])
+    assert chat.completions("/read d") == (-1, ["dir/"]) and chat.completions("/read dir/f") == (-1, ["file"])
+    assert chat.completions("/load nowhere/x") == (0, []) and chat.completions("hello /re") == (0, [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+def stopping_after(engine, num_steps: int):
+    """Makes Ctrl-C fall in the middle of a step."""
+    step, count = engine.step, 0
+
+    def stopped():
+        nonlocal count
+        count += 1
+        if count == num_steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    engine.step = stopped
+
+
+def test_a_stopped_answer_is_kept_and_closed_properly(engine):
+    settings = SamplingParams(max_tokens=None, ignore_eos=True)
+    talk, shown = chat.Conversation(engine, settings, settings), []
+    screen = chat.Screen(lambda: chat.contextlib.nullcontext(shown.append), stoppable=True, statistics=False)
+    stopping_after(engine, 9)
+    chat.handle(talk, "hello", False, screen)
+    [request] = talk.requests
+    assert (request.finish_reason, request.num_output) == ("cancelled", 9) and not engine.has_work
+    assert talk.messages == messages("hello", "".join(shown)) and request.text == "".join(shown)
+    talk.settings = SamplingParams(max_tokens=2)
+    chat.handle(talk, "and", False, screen)
+    assert talk.requests[1].prompt_ids == engine.tokenizer.chat(messages("hello", request.text, "and"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_answer_stopped_before_its_first_word_leaves_no_trace(tmp_path):
+    engine = load(tiny.scripted(tmp_path, {None: 300}))  # an id without any text
+    settings = SamplingParams(max_tokens=None)
+    talk = chat.Conversation(engine, settings, settings)
+    screen = chat.Screen(lambda: chat.contextlib.nullcontext(str), stoppable=True, statistics=False)
+    stopping_after(engine, 1)
+    with pytest.raises(ValueError, match="before the first word"):
+        chat.handle(talk, "hello", False, screen)
+    assert talk.messages == [] and not engine.has_work
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Markdown
+
+DOCUMENT = textwrap.dedent("""\
+    # Title
+
+    A *paragraph* of
+    two lines, with a [link](http://a.b) and 讲 wide 😀 letters.
+
+    1. one
+
+       more of one
+    2. two
+    - other
+
+    ```python
+    def f():
+
+        return 1
+    ```
+    > quote
+    lazily continued
+
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+
+    Setext
+    ======
+    end
+    """)
+
+
+@given(st.integers(0, len(DOCUMENT)), st.integers(0, len(DOCUMENT)))
+def test_complete_blocks_do_not_change_any_more(first, second):
+    first, second = sorted((first, second))
+    complete, rest = chat.split_blocks(DOCUMENT[:first])
+    assert complete + ("\n" if complete else "") + rest == DOCUMENT[:first]
+    assert chat.split_blocks(DOCUMENT[:second])[0].startswith(complete)
+
+
+def test_streamed_markdown_is_the_whole_rendered():
+    def console():
+        return Console(file=io.StringIO(), width=60, height=12, force_terminal=True, color_system=None)
+
+    streamed, whole = console(), console()
+    with Live(console=streamed, auto_refresh=False, transient=True) as live:
+        writer = chat.MarkdownWriter(streamed, live)
+        for char in DOCUMENT:
+            writer.write(char)
+        writer.close()
+    whole.print(chat.rendered(DOCUMENT))
+    assert visible(streamed.file.getvalue()) == visible(whole.file.getvalue())
+
+
+def visible(output: str) -> list[str]:
+    """The lines that a terminal has in the end, blank ones left out: erasing and moving up is all that Live does."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\n|\r)", output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.endswith("A") and part.startswith("\x1b["):
+            row -= int(part[2:-1] or 1)
+        elif part != "\r" and not part.startswith("\x1b"):
+            lines[row] += part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real terminal
+
+LINE = "quick fox.\n"
+
+
+def spawn(tmp_path, **env) -> pexpect.spawn:
+    """A conversation with a model that says LINE again and again."""
+    folder = tiny.scripted(tmp_path / "model", list(LINE.encode()))
+    env = os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path / "state"),
+                        "PROMPT_TOOLKIT_NO_CPR": "1"} | env  # nobody here answers where the cursor is
+    return pexpect.spawn(sys.executable, [str(ROOT / "run.py"), "chat", "-m", str(folder), "-n", "22"], env=env,
+                         cwd=tmp_path, encoding="utf-8", timeout=60, dimensions=(24, 80))
+
+
+def prompted(terminal) -> str:
+    """Waits for the prompt; what was shown before it."""
+    terminal.expect(">>>")
+    return terminal.before
+
+
+@pytest.mark.slow
+def test_a_terminal(tmp_path):
+    terminal = spawn(tmp_path)
+    prompted(terminal)
+
+    def typed(text: str, shown: str) -> None:
+        terminal.send(text)
+        terminal.expect(shown)
+        prompted(terminal)
+
+    pasted = "\n".join(f"line {i}" for i in range(30))
+    typed(f"\x1b[200~{pasted}\x1b[201~\r", "22 tokens")
+    typed("/set max_tokens none\r", "max_tokens = None")
+    terminal.send("go\r")
+    terminal.expect("quick fox")
+    typed("\x03", "was stopped")
+    typed("never sent\x03", "never sent")
+    terminal.setwinsize(20, 40)
+    typed("/frob\r", "unknown command /frob")
+    typed("/set max_tokens 11\r", "max_tokens = 11")
+    typed("讲😀\r", "11 tokens")
+    typed("/regen\r", "11 tokens")
+    terminal.send('"""one\r')
+    terminal.expect(r"\.\.\.")
+    typed('two"""\r', "11 tokens")
+    terminal.send("/sav\t")
+    terminal.expect("/sav.*e")
+    typed(" talk.json\r", "saved in talk.json")
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
+    said = json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]
+    assert [message["content"] for message in said[0::2]] == [pasted, "go", "讲😀", "one\ntwo"]
+    endless = LINE * 400
+    assert said[1]["content"] == LINE * 2 and said[5]["content"] == said[7]["content"] == LINE
+    assert endless.startswith(said[3]["content"]) and len(said[3]["content"]) > 5
+    remembered = (tmp_path / "state" / "quire" / "chat_history").read_text("utf-8")
+    assert "+line 29" in remembered and "+讲😀" in remembered and "never" not in remembered
+
+
+@pytest.mark.slow
+def test_a_dumb_terminal_and_sigterm(tmp_path):
+    terminal = spawn(tmp_path, TERM="dumb", XDG_STATE_HOME="/dev/null")
+    prompted(terminal)
+    terminal.send("hello\r")
+    shown = prompted(terminal)
+    assert shown.replace("\r", "").count(LINE) == 2 and "22 tokens" in shown and "\x1b" not in shown
+    terminal.kill(signal.SIGTERM)
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 143
