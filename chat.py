@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from batch import decode, held_signals, read_messages
+from dialects import read_messages
 from engine import Engine
 from sampling import ALIASES, SamplingParams
 from scheduler import Request
+from terminal import decode_utf8, dim, held_signals, is_dumb
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a generation config may set
 NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one answer, and shows only its text
@@ -202,7 +203,7 @@ def line_reader(file) -> Callable[[str], str]:
         if not raw:
             raise EOFError
         offset += len(raw)
-        text = decode(raw, offset - len(raw)).removesuffix("\n").removesuffix("\r")
+        text = decode_utf8(raw, "stdin", offset=offset - len(raw)).removesuffix("\n").removesuffix("\r")
         return text.removeprefix("\ufeff") if offset == len(raw) else text
 
     return read_line
@@ -234,7 +235,7 @@ def talk(chat: Conversation) -> int:
 
     session = PromptSession(history=history(), completer=Words(), complete_while_typing=False,
                             prompt_continuation=lambda *_: "... ")
-    screen = Screen(plain_text if is_dumb() else markdown, stoppable=True, statistics=True)
+    screen = Screen(plain_text if is_dumb(sys.stdout) else markdown, stoppable=True, statistics=True)
     say(dim(f"{chat.engine.name} · /help lists the commands · Ctrl-D leaves"))
     while True:
         try:
@@ -285,15 +286,6 @@ def completions(typed: str) -> tuple[int, list[str]]:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def is_dumb() -> bool:
-    return os.environ.get("TERM", "dumb") == "dumb"
-
-
-def dim(text: str) -> str:
-    plain = is_dumb() or not sys.stderr.isatty() or "NO_COLOR" in os.environ
-    return text if plain else f"\x1b[2m{text}\x1b[0m"
 
 
 @contextlib.contextmanager
@@ -486,7 +478,7 @@ def show_settings(chat: Conversation, argument: str) -> None:
 
 
 def read_file(chat: Conversation, argument: str) -> None:
-    text = decode(Path(argument).expanduser().read_bytes(), 0).removeprefix("\ufeff").removesuffix("\n")
+    text = decode_utf8(Path(argument).expanduser().read_bytes(), argument).removeprefix("\ufeff").removesuffix("\n")
     chat.attached.append(text.removesuffix("\r"))
     say(f"{len(text)} characters of {argument} go in front of the next message")
 

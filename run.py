@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from flags import (DTYPE_NBYTES, IDS, NOT_BUILT, SAMPLING_FIELDS, Command, UsageError, flag, make_parser, normalized,
                    switch)
+from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, warn
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoint
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that `finally` has its say
+    # A thread of torch that waits for another spins for 0.1 ms and then sleeps. By default it spins on, and where other
+    # programs want the cores too, it takes them from the thread it waits for: ten times slower was measured.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -65,12 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:  # a full disk, most likely the error itself
             abandon(sys.stdout)
         return 2 if isinstance(error, UsageError) else 1
-
-
-def abandon(*streams) -> None:
-    """What is still buffered goes nowhere: the interpreter would complain of it at its end."""
-    for stream in streams:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(words: Sequence[str]) -> int:
@@ -98,23 +96,11 @@ def decoded(words: Iterable[str]) -> list[str]:
             for i, word in enumerate(words, 1)]
 
 
-def decode_utf8(data: bytes, source: str, error_class: type[ValueError] = ValueError) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise error_class(f"{source} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
-                          "convert it to UTF-8") from None
-
-
 def with_command(words: list[str]) -> list[str]:
     """`run.py -p hi` and `run.py "some prompt"` are short for generate, `run.py` alone in a terminal for chat."""
     if not words:
         return ["chat"] if is_terminal(sys.stdin) else ["generate"]
     return words if words[0] in (*COMMANDS, "-h", "--help", "--version") else ["generate", *words]
-
-
-def is_terminal(stream) -> bool:
-    return stream is not None and stream.isatty()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,16 +121,17 @@ def generate(args: argparse.Namespace) -> int:
     requests = [engine.submit(ids, sample, deadline_s=args.deadline, show_special=args.show_special)
                 for sample in params.samples()]
     echo = prompt if args.echo else ""
-    status = answer(engine, requests, None if args.json else SampleWriter(requests, echo))
-    if args.json:
-        for i, request in enumerate(requests):
-            fields = as_json(request, load_s) | {"text": echo + request.text, "sample": i, "model": engine.name}
-            print(json.dumps(fields, ensure_ascii=False))
-    report(requests, args)
+    with held_signals() as signals:
+        answer(engine, requests, None if args.json else SampleWriter(requests, echo), signals)
+        if args.json:
+            for i, request in enumerate(requests):
+                fields = as_json(request, load_s) | {"text": echo + request.text, "sample": i, "model": engine.name}
+                print(json.dumps(fields, ensure_ascii=False))
+        report(requests, args)
     for request in requests:
         if request.error is not None:
             raise RuntimeError(request.error)
-    return status
+    return 0
 
 
 def read_prompt(args: argparse.Namespace, drop_line_end: bool = False) -> str:
@@ -215,27 +202,15 @@ class SampleWriter:
             print(f"\n---\n{self.echo}" if self.waiting else "\n", end="", flush=True)
 
 
-def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None) -> int:
-    """Runs the requests to their end, or cancels them after the step in which a signal came: 0, or 128 + the signal."""
-    signals = []
-
-    def note(number: int, frame) -> None:
-        signals.append(number)
-        signal.signal(number, before[number])  # a second one does not wait for the step
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while engine.has_work:
-            engine.step()
-            if signals:
-                for request in requests:
-                    engine.abort(request)
-            if writer is not None:
-                writer.write()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 + signals[0] if signals else 0
+def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None, signals: list[int]) -> None:
+    """Runs the requests to their end, or cancels them after the step in which a signal came."""
+    while engine.has_work:
+        engine.step()
+        if signals:
+            for request in requests:
+                engine.abort(request)
+        if writer is not None:
+            writer.write()
 
 
 def as_json(request: Request, load_s: float) -> dict:
@@ -289,11 +264,6 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def dim(text: str) -> str:
-    plain = not is_terminal(sys.stderr) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\x1b[2m{text}\x1b[0m"
-
-
 def run_chat(args: argparse.Namespace) -> int:
     import chat
 
@@ -310,6 +280,8 @@ def run_batch(args: argparse.Namespace) -> int:
 
     if args.resume and args.overwrite:
         raise UsageError("--resume keeps what OUT holds and --overwrite does not: leave out one of them")
+    if (args.resume or args.overwrite) and args.output in (None, "-"):
+        raise UsageError("--resume and --overwrite are for an output file: name it with -o OUT")
     sampling_params(args)
     return batch.main(load_engine(args), args)
 
@@ -388,48 +360,8 @@ def open_tokenizer(checkpoint: Checkpoint, args: argparse.Namespace) -> Tokenize
     return tokenizer
 
 
-def warn(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"run.py: warning: {note}", file=sys.stderr)
-
-
 def models_folder() -> Path:
     return Path(os.environ.get("QUIRE_MODELS") or DEFAULT_MODELS_FOLDER).expanduser()
-
-
-class Download:
-    """Shows how a download goes on: a bar in a terminal, elsewhere a line for each thing that begins."""
-
-    def __init__(self):
-        self.bar = self.what = None
-
-    def __enter__(self) -> Download:
-        if not is_terminal(sys.stderr):  # the hub's client has bars of its own
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        return self
-
-    def __call__(self, what: str, num_bytes: int, total: int | None) -> None:
-        if is_terminal(sys.stderr):
-            if self.bar is None:
-                self.bar = download_bar()
-                self.task = self.bar.add_task(what)
-                self.bar.start()
-            self.bar.update(self.task, description=what, completed=num_bytes, total=total)
-        elif what != self.what:
-            print(what, file=sys.stderr)
-        self.what = what
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-def download_bar():
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-                    console=Console(stderr=True), transient=True)
 
 
 def dtype_names(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str]:

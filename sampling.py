@@ -111,7 +111,10 @@ def _integer(name: str, value) -> int:
 def _number(name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {value!r} but must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON's whole numbers have no limit
+        raise ValueError(f"{name} is beyond the range of numbers: choose a smaller one") from None
 
 
 def _boolean(name: str, value) -> bool:
@@ -135,12 +138,16 @@ def _ids(name: str, value) -> tuple[int, ...]:
 
 def _biases(name: str, value) -> tuple[tuple[int, float], ...]:
     """{"id": bias} as in JSON, where keys are strings, or pairs (id, bias)."""
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
+        raise ValueError(f"{name} is {value!r} but must give token ids and their biases")
     biases = {}
     for id, bias in pairs:
-        if isinstance(id, str) and not id.strip().lstrip("-").isdecimal():
-            raise ValueError(f"{name} names {id!r} but must name token ids")
-        biases[int(id)] = _number(f"{name} of id {id}", bias)
+        if isinstance(id, str):
+            if not id.strip().removeprefix("-").isdecimal():
+                raise ValueError(f"{name} names {id!r} but must name token ids")
+            id = int(id)
+        biases[_integer(f"an id of {name}", id)] = _number(f"{name} of id {id}", bias)
     return tuple(biases.items())
 
 

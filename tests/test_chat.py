@@ -249,7 +249,7 @@ def test_read_puts_a_file_before_the_next_message(engine, monkeypatch, capsys, t
     said = run(engine, monkeypatch, capsys, read, "sum up", bad, "b", read)
     contents = ["/é\nline\n\nsum up", said.turns[0].text, "b", said.turns[1].text, "/é\nline"]
     assert said.turns[2].prompt_ids == engine.tokenizer.chat(messages(*contents)), "a file that was read last is lost"
-    assert "byte 3 " in said.err
+    assert "offset 3;" in said.err
 
 
 def test_an_unknown_command_says_so_and_goes_on(engine, monkeypatch, capsys):
@@ -262,7 +262,7 @@ def test_an_unknown_command_says_so_and_goes_on(engine, monkeypatch, capsys):
 def test_bad_input_fails_a_turn_and_goes_on(engine, monkeypatch, capsys):
     said = run(engine, monkeypatch, capsys, "a", b"\xc3\xa9\x96", "b", '"""open', "end")
     assert (said.status, len(said.turns)) == (1, 2)
-    assert "byte 4 " in said.err and "ended inside" in said.err
+    assert "offset 4;" in said.err and "ended inside" in said.err
 
 
 def test_a_template_that_refuses_the_system_turn(engine, monkeypatch, capsys):

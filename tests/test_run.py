@@ -363,16 +363,6 @@ def test_statistics(call, endless):
     assert re.match(r"1 token · prompt 3 · ", call("-m", endless, "-p", "abc", "--raw", "-n", 1, "--stats").err)
 
 
-def test_only_a_terminal_gets_colours(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert run.dim("x") == "x"
-    monkeypatch.setattr(run, "is_terminal", lambda stream: True)
-    assert run.dim("x") == "\x1b[2mx\x1b[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert run.dim("x") == "x"
-
-
 def test_limits_are_told_with_the_value(call, abc):
     refused(call("-m", abc, "-p", "x", "-c", 5000), "5000", "4096")
     refused(call("-m", abc, "-p", "x" * 30, "--raw", "-c", 20), "30 tokens", "20", status=1)
@@ -621,15 +611,6 @@ def test_a_missing_default_model_is_fetched(call, monkeypatch, tmp_path):
     result = call("tokenize", "-p", "a")
     assert (result.status, result.out, result.err) == (0, "97\n", "downloading it\nverifying it\n")
     assert call("models", "--fetch", "default").status == 0
-
-
-def test_a_download_has_a_bar_in_a_terminal(monkeypatch):
-    pexpect = pytest.importorskip("pexpect")
-    code = "import run\nwith run.Download() as show:\n  for i in range(3): show('fetching it', i * 10**6, 2 * 10**6)"
-    child = pexpect.spawn(sys.executable, ["-c", code], cwd=str(ROOT), env=os.environ | {"TERM": "xterm"}, timeout=30)
-    child.expect("fetching it")
-    child.expect("2.0/2.0 MB")
-    child.expect(pexpect.EOF)
 
 
 def test_perplexity(call, llama, tmp_path):

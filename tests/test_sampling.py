@@ -53,7 +53,9 @@ def test_fields_by_any_spelling():
     ({"temperature": "hot"}, "must be a number"), ({"stop": 5}, "string"), ({"logit_bias": {"x": 1}}, "'x'"),
     ({"logit_bias": {"0": "inf"}}, "number"), ({"ignore_eos": 1}, "true or false"), ({"stop_token_ids": 1}, "list"),
     ({"max_tokens": 1, "n_predict": 2}, "second time"), ({"top_k": math.nan}, "whole number"),
-    ({"max_tokens": math.inf}, "whole number")])
+    ({"max_tokens": math.inf}, "whole number"), ({"temperature": 10**400}, "range"), ({"logit_bias": 5}, "biases"),
+    ({"logit_bias": [1]}, "biases"), ({"logit_bias": [[1.5, 2]]}, "whole number"),
+    ({"logit_bias": {"1": 10**400}}, "range"), ({"seed": 10**400}, "seed")])
 def test_wrong_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams.from_fields(fields)

@@ -1,0 +1,331 @@
+"""Measurements: perplexity, and what the engine does in a second next to what this machine could do at most.
+
+Owns the rules of measuring and the printing of results. It drives the engine from outside as any caller would, and
+knows of the model only how many bytes and operations a token costs. A workload is a row of WORKLOADS.
+Start at `main`; `perplexity` stands alone at the end.
+"""
+
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from engine import Engine
+from model import Model
+from sampling import SamplingParams
+from scheduler import Request
+
+REPEATS = 5
+SECONDS_PER_WORKLOAD = 120   # fewer repeats where the model is large
+GIB = 2**30
+MATMUL_WIDTH = {"cpu": 1024, "cuda": 8192}
+LOGIT_ROWS = 64   # rows as wide as the vocabulary that perplexity works on at once
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`requests` requests at once, each of `prompt_tokens` random ids answered with `generated_tokens`."""
+
+    name: str
+    prompt_tokens: int
+    generated_tokens: int
+    interval: Callable[[Sequence[Request]], tuple[int, float]]   # the tokens that count, and the seconds they took
+    requests: int = 1
+
+    @property
+    def decodes(self) -> bool:
+        return self.interval is decode_interval
+
+
+def prefill_interval(requests: Sequence[Request]) -> tuple[int, float]:
+    """Prompt tokens, from submission to the first token."""
+    return (sum(len(request.prompt_ids) for request in requests),
+            max(request.first_token_s for request in requests) - min(request.submitted_s for request in requests))
+
+
+def decode_interval(requests: Sequence[Request]) -> tuple[int, float]:
+    """Tokens after the first, which the prompt's last step gives, from it to the end."""
+    return (sum(len(request.output_ids) - 1 for request in requests),
+            max(request.finished_s for request in requests) - min(request.first_token_s for request in requests))
+
+
+WORKLOADS = (
+    Workload("prefill", 512, 1, prefill_interval),
+    Workload("decode", 16, 128, decode_interval),
+)
+PLANNED = ("depth", "batch", "prefix", "draft", "mixed", "startup")
+PLANNED_PEERS = ("llama.cpp", "transformers", "openvino")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def main(args, load_engine: Callable[..., Engine]) -> int:
+    """`bench`: a table on stdout, with `args.json` one JSON document after it. Returns the exit status."""
+    problem = name_problem(args.names, args.peer or ())
+    if problem:
+        print(f"run.py: error: {problem}", file=sys.stderr)
+        return 2
+    engine = load_engine(args)
+    limits = machine_limits(engine.model)
+    print(f"memory {limits['memory_gb_per_s']:.1f} GB/s, {limits['memory_gb_per_s_at_model_size']:.1f} at the model's "
+          f"size · matmul {limits['matmul_gflops']:.0f} GFLOP/s · {torch.get_num_threads()} threads")
+    print(f"{'name':<10}{'engine':<8}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
+          f"{'of limit':>10}")
+    results = []
+    for workload in WORKLOADS:
+        if not args.names or workload.name in args.names:
+            results.append(measure(engine, workload, limits))
+            print(table_row(results[-1]), flush=True)
+    if args.json:
+        print(json.dumps({"machine": machine(engine.model), "limits": limits, "model": engine.name,
+                          "results": results}, ensure_ascii=False, allow_nan=False))
+    return 1 if any("error" in result and not result["repeats"] for result in results) else 0
+
+
+def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
+    """Why these workloads or peers cannot be measured, in one line, or None."""
+    built = [workload.name for workload in WORKLOADS]
+    for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, [], PLANNED_PEERS)):
+        for name in given:
+            if name in planned:
+                return f"{kind} '{name}' is not built yet: there is {', '.join(known) or 'none'} so far"
+            if name not in known:
+                return f"unknown {kind} '{name}': there is {', '.join([*known, *planned])}"
+    return None
+
+
+def table_row(result: dict) -> str:
+    head = f"{result['name']:<10}{result['engine']:<8}{result['batch']:>6}{result['prompt_tokens']:>8}" \
+           f"{result['generated_tokens']:>8}"
+    if not result["repeats"]:
+        return f"{head}  failed: {result['error']}"
+    fraction = "-" if result["limit_fraction"] is None else f"{result['limit_fraction']:.0%}"
+    failed = f"  {result['failed']} runs failed: {result['error']}" if result["failed"] else ""
+    return f"{head}{result['tokens_per_s']:>12.1f}{result['stdev']:>9.1f}{fraction:>10}{failed}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A workload
+
+
+def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
+    """One row of `results`: the median rate over repeats, after a run that warms up. A run that fails is counted in
+    `failed` and takes no part in the rate; where none succeeds, `tokens_per_s` is None and `error` says why."""
+    rates, errors = [], []
+    deadline_s = time.perf_counter() + SECONDS_PER_WORKLOAD
+    for repeat in range(REPEATS + 1):
+        try:
+            tokens, seconds = run_once(engine, workload, repeat)
+            rates.append(tokens / seconds)
+        except ValueError as error:
+            errors.append(str(error))
+        if time.perf_counter() > deadline_s:
+            break
+    rates = rates[1:] or rates
+    num_bytes, flops = token_cost(engine.model, workload, engine.config.max_step_tokens)
+    rate = statistics.median(rates) if rates else None
+    result = {"name": workload.name, "engine": "quire", "threads": torch.get_num_threads(), "batch": workload.requests,
+              "prompt_tokens": workload.prompt_tokens, "generated_tokens": workload.generated_tokens,
+              "tokens_per_s": rate, "stdev": statistics.pstdev(rates) if rates else None, "repeats": len(rates),
+              "failed": len(errors), "bytes_per_token": round(num_bytes), "flops_per_token": round(flops),
+              "limit_fraction": rate * least_seconds(num_bytes, flops, limits) if rate else None}
+    return result | ({"error": errors[0]} if errors else {})
+
+
+def run_once(engine: Engine, workload: Workload, repeat: int) -> tuple[int, float]:
+    """Runs the workload to its end: tokens that count, and seconds. ValueError if a request fails or falls short."""
+    ids = random.Random(f"{workload.name} {repeat}")   # new in each repeat: a cached prefix would not be measured
+    params = SamplingParams(max_tokens=workload.generated_tokens, ignore_eos=True)
+    requests = [engine.submit([ids.randrange(engine.model.config.vocab) for _ in range(workload.prompt_tokens)], params)
+                for _ in range(workload.requests)]
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        if request.error:
+            raise ValueError(request.error)
+        if len(request.output_ids) != workload.generated_tokens:
+            raise ValueError(f"a request ended ({request.finish_reason}) after {len(request.output_ids)} of "
+                             f"{workload.generated_tokens} tokens: raise --context")
+    tokens, seconds = workload.interval(requests)
+    if not tokens or seconds <= 0:
+        raise ValueError(f"{workload.generated_tokens} generated tokens leave nothing to time: use more")
+    return tokens, seconds
+
+
+def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[float, float]:
+    """Bytes of memory read and floating-point operations for one token of the workload, counted from the model.
+
+    A step reads every matrix once for all its tokens, and each request's keys and values up to there. The head works
+    on rows that draw a token: each one in decode, the last one in prefill.
+    """
+    if workload.decodes:
+        step_rows, head_share = workload.requests, 1.0
+        context = workload.prompt_tokens + workload.generated_tokens / 2
+    else:
+        step_rows, head_share = min(step_tokens, workload.requests * workload.prompt_tokens), 1 / workload.prompt_tokens
+        context = workload.prompt_tokens / 2
+    seen = [min(context, spec.window or context) for spec in model.kv_specs()]
+    kv_bytes = sum(n * spec.values_per_token() for n, spec in zip(seen, model.kv_specs())) * model.dtype.itemsize
+    num_bytes = sum(matrix.nbytes for matrix in matrices(model)) + workload.requests * kv_bytes
+    flops = 2 * sum(matrix.numel() for matrix in matrices(model)) - 2 * (1 - head_share) * model.output_VD.numel()
+    return num_bytes / step_rows, flops + 4 * model.config.heads * model.config.head_dim * sum(seen)
+
+
+def matrices(model: Model) -> list[torch.Tensor]:
+    """Every matrix that a step multiplies by; the embedding table counts as the head where the two are tied."""
+    return [linear.weight_OI for layer in model.layers
+            for linear in (layer.attn_qkv, layer.attn_output, layer.ffn_gate_up, layer.ffn_down)] + [model.output_VD]
+
+
+def least_seconds(num_bytes: float, flops: float, limits: dict) -> float:
+    """The least time a token can take: memory and arithmetic overlap at best (Williams et al. 2009, the roofline)."""
+    return max(num_bytes / limits["memory_gb_per_s_at_model_size"], flops / limits["matmul_gflops"]) / 1e9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def machine(model: Model) -> dict:
+    """What the numbers were measured on and with."""
+    device = model.device.type
+    return {"cpu": cpu_name(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
+            "python": platform.python_version(), "torch": torch.__version__, "device": device,
+            "dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine_limits(model: Model) -> dict:
+    """What this machine does at best with the threads and the dtype in use: memory read in GB/s over a gibibyte and
+    over as much as the model's matrices (caches may hold a small model), dense matmul in GFLOP/s."""
+    return {"memory_gb_per_s": read_rate(GIB, model.device),
+            "memory_gb_per_s_at_model_size": read_rate(sum(matrix.nbytes for matrix in matrices(model)), model.device),
+            "matmul_gflops": matmul_rate(model.dtype, model.device)}
+
+
+def read_rate(size_bytes: int, device: torch.device) -> float:
+    """GB/s of a dot product over two halves: of torch's reductions the one that waits for memory alone. No cache holds
+    a gibibyte, so more would read no slower."""
+    half = torch.ones(max(1, min(size_bytes, GIB) // 8), device=device)
+    other = torch.ones_like(half)
+    return (half.nbytes + other.nbytes) / best_seconds(lambda: torch.dot(half, other), device) / 1e9
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    width = MATMUL_WIDTH[device.type]
+    square = torch.randn(width, width, device=device).to(dtype)
+    return 2 * width**3 / best_seconds(lambda: square @ square, device) / 1e9
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """The shortest of several runs: a limit is what nothing disturbed. Synchronised with the device."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best = math.inf
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        work()
+        synchronize()
+        best = min(best, time.perf_counter() - start_s)
+    return max(best, 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Perplexity
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`ppl` with its standard error, over `scored` ids in `windows` windows of a text of `tokens` ids."""
+
+    ppl: float
+    stderr: float
+    tokens: int
+    windows: int
+    scored: int
+
+
+def perplexity_main(engine: Engine, args) -> int:
+    """`perplexity FILE`: `ppl ± error`, or with `args.json` one JSON object."""
+    ids = read_ids(engine, args)
+    context = args.context or 512
+    result = perplexity(engine, ids, context)
+    if args.json:
+        print(json.dumps(asdict(result) | {"context": context, "model": engine.name}, ensure_ascii=False))
+    else:
+        print(f"{result.ppl:.4f} ± {result.stderr:.4f}")
+    return 0
+
+
+def read_ids(engine: Engine, args) -> list[int]:
+    """The ids to score, from a text or, with `args.ids`, from a JSON list of ids."""
+    data = Path(args.ids or args.file).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.ids or args.file} is not UTF-8 at byte {error.start}: convert it") from None
+    if not args.ids:
+        return engine.tokenizer.encode(text, special=False)
+    try:
+        ids = json.loads(text)
+    except json.JSONDecodeError:
+        ids = None
+    if not isinstance(ids, list) or not all(type(id) is int for id in ids):
+        raise ValueError(f"{args.ids} does not hold a JSON list of token ids")
+    return ids
+
+
+def perplexity(engine: Engine, ids: Sequence[int], context: int = 512) -> Perplexity:
+    """exp of the mean negative log-likelihood, llama.cpp's way: of each whole window of `context` ids the logits at
+    context // 2 ... context - 2 are scored on the ids that follow them; the incomplete last window is left out, and
+    BOS replaces a window's first id where the model adds it. `stderr` is that of the mean loss, times the perplexity.
+    The engine must be idle. ValueError if there is no whole window, or an id is unknown."""
+    if context < 4:
+        raise ValueError(f"a window of {context} tokens has too little to score: raise --context to 4 or more")
+    first, windows = context // 2, len(ids) // context
+    if not windows:
+        raise ValueError(f"the text has {len(ids)} tokens but a window takes {context}: use a longer text or a "
+                         "smaller --context")
+    vocab, tokenizer = engine.model.config.vocab, engine.tokenizer
+    unknown = next((id for id in ids if not 0 <= id < vocab), None)
+    if unknown is not None:
+        raise ValueError(f"the text holds id {unknown} but the model has ids 0 to {vocab - 1}: use ids of this model")
+    scored, total, squares = windows * (context - 1 - first), 0.0, 0.0
+    for start in range(0, windows * context, context):
+        window = list(ids[start : start + context])
+        if tokenizer is not None and tokenizer.add_bos:
+            window[0] = tokenizer.bos_id
+        loss_L = losses(engine.logits(window[:-1], first), window[first + 1 :])
+        total += loss_L.sum().item()
+        squares += loss_L.square().sum().item()
+    mean = total / scored
+    variance = max(0.0, squares / scored - mean**2) / max(1, scored - 1)   # of the mean
+    if not mean < math.log(sys.float_info.max):
+        raise ValueError(f"the mean loss is {mean}, which has no finite perplexity: try --dtype float32")
+    return Perplexity(math.exp(mean), math.exp(mean) * math.sqrt(variance), len(ids), windows, scored)
+
+
+def losses(logits_LV: torch.Tensor, target_ids: Sequence[int]) -> torch.Tensor:
+    """-log p of each row's target, float64 (L,); some rows at a time, since a softmax over all would double memory."""
+    target_L = torch.tensor(target_ids, device=logits_LV.device)
+    return torch.cat([torch.nn.functional.cross_entropy(rows, targets, reduction="none").double()
+                      for rows, targets in zip(logits_LV.split(LOGIT_ROWS), target_L.split(LOGIT_ROWS))])

@@ -1,0 +1,211 @@
+"""bench.py: perplexity against probabilities that are known, the windows rule, and that no failure looks like speed."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from model import load_model
+from tiny import scripted, tiny_llama
+from vocab import load_tokenizer
+
+VOCAB = 320
+TEXT = "The quick brown fox jumps over the lazy dog; then it naps. " * 3
+
+
+def transition() -> torch.Tensor:
+    """A random row-stochastic V x V matrix, rows: the last token."""
+    weights = torch.rand(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.01
+    return weights / weights.sum(1, keepdim=True)
+
+
+def load(folder, dtype=torch.float64, **config) -> Engine:
+    with open_checkpoint(folder) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+        return Engine(load_model(checkpoint, dtype), EngineConfig(num_pages=64, **config), tokenizer, name=folder.name)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Engine:
+    return load(scripted(tmp_path_factory.mktemp("scripted"), transition()))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Engine:
+    return load(tiny_llama(tmp_path_factory.mktemp("llama")), torch.float32)
+
+
+def random_ids(count: int) -> list[int]:
+    return random.Random(count).choices(range(VOCAB), k=count)
+
+
+def expected(ids: list[int], context: int) -> tuple[float, float, int]:
+    """Perplexity, its error and the count, from the matrix itself and the rule in words: of each whole window the ids
+    from context / 2 + 1 on, each after the id before it."""
+    table = transition().log().tolist()
+    losses = [-table[ids[i - 1]][ids[i]] for i in range(len(ids) // context * context)
+              if i % context > context // 2]
+    mean = math.fsum(losses) / len(losses)
+    deviation = math.fsum((loss - mean) ** 2 for loss in losses) / len(losses)
+    return math.exp(mean), math.exp(mean) * math.sqrt(deviation / (len(losses) - 1)), len(losses)
+
+
+@pytest.mark.parametrize("count, context", [(64, 64), (200, 64), (191, 64), (330, 33), (1100, 512), (50, 5)])
+def test_perplexity_of_known_probabilities(engine, count, context):
+    ids = random_ids(count)
+    result = bench.perplexity(engine, ids, context)
+    ppl, stderr, scored = expected(ids, context)
+    assert (result.tokens, result.windows, result.scored) == (count, count // context, scored)
+    assert result.ppl == pytest.approx(ppl, rel=1e-5)      # the head's weights are float32
+    assert result.stderr == pytest.approx(stderr, rel=1e-4)
+
+
+def test_perplexity_of_a_uniform_model_is_its_vocabulary(tmp_path):
+    uniform = torch.full((VOCAB, VOCAB), 1 / VOCAB)
+    result = bench.perplexity(load(scripted(tmp_path, uniform)), random_ids(128), 32)
+    assert result.ppl == pytest.approx(VOCAB, rel=1e-6)
+    assert result.stderr < 1e-4
+
+
+def test_perplexity_does_not_depend_on_chunks_or_on_what_ran_before(llama, tmp_path):
+    whole = bench.perplexity(llama, random_ids(300), 100)
+    llama.generate([random_ids(100)], bench.SamplingParams(max_tokens=3))
+    assert bench.perplexity(llama, random_ids(300), 100) == whole
+    chunked = load(tiny_llama(tmp_path), torch.float64, max_step_tokens=7)
+    assert bench.perplexity(chunked, random_ids(300), 100).ppl == pytest.approx(whole.ppl, rel=1e-5)
+
+
+def test_bos_replaces_the_first_id_of_each_window(engine, monkeypatch):
+    ids = random_ids(20)
+    seen = []
+    monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(add_bos=True, bos_id=7))
+    monkeypatch.setattr(engine, "logits", lambda window, first: seen.append((window, first)) or torch.zeros(3, VOCAB))
+    bench.perplexity(engine, ids, 8)
+    assert seen == [([7] + ids[1:7], 4), ([7] + ids[9:15], 4)]
+
+
+@pytest.mark.parametrize("ids, context, numbers", [
+    (range(10), 64, ("10", "64")), (range(10), 3, ("3", "4")), ([5] * 63 + [VOCAB], 64, ("320", "319")),
+    ([1] * 5000, 4097, ("4096",)),
+])
+def test_perplexity_refuses_with_numbers(engine, ids, context, numbers):
+    with pytest.raises(ValueError) as error:
+        bench.perplexity(engine, list(ids), context)
+    assert all(number in str(error.value) for number in numbers)
+
+
+def perplexity_args(**given):
+    return SimpleNamespace(**({"file": None, "ids": None, "context": None, "json": False} | given))
+
+
+def test_perplexity_command(engine, tmp_path, capsys):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    (tmp_path / "ids.json").write_text(json.dumps(list(TEXT.encode())))
+    ppl, stderr, scored = expected(list(TEXT.encode()), 64)
+    assert bench.perplexity_main(engine, perplexity_args(file=str(tmp_path / "text.txt"), context=64)) == 0
+    assert capsys.readouterr().out == f"{ppl:.4f} ± {stderr:.4f}\n"
+    assert bench.perplexity_main(engine, perplexity_args(ids=str(tmp_path / "ids.json"), context=64, json=True)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"ppl", "stderr", "tokens", "windows", "scored", "context", "model"}
+    assert (document["tokens"], document["windows"], document["scored"], document["context"]) == (177, 2, scored, 64)
+
+
+@pytest.mark.parametrize("data, message", [(b'{"a": 1}', "list"), (b"[1, true]", "list"), (b"[1, 2", "list"),
+                                           (b"[1,\xff]", "byte 3")])
+def test_ids_that_are_none(engine, tmp_path, data, message):
+    (tmp_path / "ids.json").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        bench.perplexity_main(engine, perplexity_args(ids=str(tmp_path / "ids.json")))
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+RESULT_FIELDS = {"name", "engine", "threads", "batch", "prompt_tokens", "generated_tokens", "tokens_per_s", "stdev",
+                 "repeats", "failed", "bytes_per_token", "flops_per_token", "limit_fraction"}
+FAST_LIMITS = {"memory_gb_per_s": 10.0, "memory_gb_per_s_at_model_size": 20.0, "matmul_gflops": 100.0}
+
+
+def bench_args(*names, peer=None, json=False):
+    return SimpleNamespace(names=list(names), peer=peer, json=json)
+
+
+def test_document(llama, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "GIB", 2**24)
+    monkeypatch.setattr(bench, "MATMUL_WIDTH", {"cpu": 64})
+    monkeypatch.setattr(bench, "WORKLOADS", (bench.Workload("prefill", 64, 1, bench.prefill_interval),
+                                             bench.Workload("decode", 16, 8, bench.decode_interval)))
+    assert bench.main(bench_args("prefill", "decode", json=True), lambda args: llama) == 0
+    lines = capsys.readouterr().out.splitlines()
+    document = json.loads(lines[-1])
+    assert set(document) == {"machine", "limits", "model", "results"}
+    assert set(document["limits"]) == {"memory_gb_per_s", "memory_gb_per_s_at_model_size", "matmul_gflops"}
+    assert all(value > 0 for value in document["limits"].values())
+    assert [result["name"] for result in document["results"]] == ["prefill", "decode"]
+    for result in document["results"]:
+        assert set(result) == RESULT_FIELDS and result["engine"] == "quire"
+        assert result["repeats"] == bench.REPEATS and result["failed"] == 0
+        assert result["tokens_per_s"] > 0 and result["stdev"] >= 0 and 0 < result["limit_fraction"]
+    assert any(line.startswith("decode") for line in lines[:-1])
+
+
+@pytest.mark.parametrize("args, words", [
+    (bench_args("decode", "depth"), "workload 'depth' is not built yet"),
+    (bench_args("speed"), "unknown workload 'speed': there is prefill, decode"),
+    (bench_args(peer=["llama.cpp"]), "peer 'llama.cpp' is not built yet"),
+    (bench_args(peer=["ollama"]), "unknown peer 'ollama'"),
+])
+def test_names_are_checked_before_anything_is_loaded(args, words, capsys):
+    assert bench.main(args, lambda args: pytest.fail("a model was loaded")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_workload_that_cannot_run_is_reported_as_failed(llama, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "machine_limits", lambda model: FAST_LIMITS)
+    monkeypatch.setattr(bench, "WORKLOADS", (bench.Workload("prefill", 600, 1, bench.prefill_interval),
+                                             bench.Workload("decode", 510, 8, bench.decode_interval),
+                                             bench.Workload("short", 16, 1, bench.decode_interval)))
+    assert bench.main(bench_args(json=True), lambda args: llama) == 1
+    lines = capsys.readouterr().out.splitlines()
+    results = json.loads(lines[-1])["results"]
+    assert all(result["tokens_per_s"] is result["limit_fraction"] is None for result in results)
+    assert all(result["failed"] == bench.REPEATS + 1 and result["repeats"] == 0 for result in results)
+    assert all(words in result["error"] for words, result in zip(("600", "after 2 of 8", "nothing to time"), results))
+    assert sum("failed: " in line for line in lines[:-1]) == 3
+
+
+def test_some_failed_runs_are_counted_and_left_out(llama, monkeypatch):
+    outcomes = iter([(10, 1.0), (10, 1.0), ValueError("broke"), (10, 2.0), (10, 5.0), ValueError("broke again")])
+
+    def run_once(*_):
+        outcome = next(outcomes)
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(bench, "run_once", run_once)
+    result = bench.measure(llama, bench.WORKLOADS[1], FAST_LIMITS)
+    assert (result["tokens_per_s"], result["repeats"], result["failed"], result["error"]) == (5.0, 3, 2, "broke")
+
+
+def test_token_cost_of_a_model_small_enough_to_count(llama):
+    """hidden 64, 2 layers, 4 heads and 2 kv heads of 16, feed-forward 96, vocabulary 320, float32."""
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    head, kv_values = 320 * 64, 2 * 2 * (16 + 16)
+    num_bytes, flops = bench.token_cost(llama.model, bench.Workload("decode", 16, 128, bench.decode_interval), 512)
+    assert num_bytes == 4 * (matrices + head) + 4 * kv_values * (16 + 64)
+    assert flops == 2 * (matrices + head) + 4 * 64 * 2 * (16 + 64)
+    num_bytes, flops = bench.token_cost(llama.model, bench.Workload("prefill", 512, 1, bench.prefill_interval), 256)
+    assert num_bytes == 4 * (matrices + head) / 256 + 4 * kv_values * 256 / 256
+    assert flops == 2 * (matrices + head / 512) + 4 * 64 * 2 * 256
+
+
+def test_limit_fraction_is_that_of_the_narrower_limit():
+    assert bench.least_seconds(2e9, 1e9, FAST_LIMITS) == pytest.approx(0.1)
+    assert bench.least_seconds(2e9, 50e9, FAST_LIMITS) == pytest.approx(0.5)
