@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that `finally` has its say
-    # A thread of torch that waits for another spins for 0.1 ms and then sleeps. By default it spins on, and where other
-    # programs want the cores too, it takes them from the thread it waits for: ten times slower was measured.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # A thread of torch that waits for another spins for a moment and then sleeps. By default it spins on, and where
+    # other programs want the cores too, it takes them from the thread it waits for: ten times slower was measured.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -216,7 +216,7 @@ def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | N
 def as_json(request: Request, load_s: float) -> dict:
     """An answer's fields. Times and rates are null where nothing was computed, or too little to take time."""
     def rate(num_tokens: int, seconds: float | None) -> float | None:
-        return num_tokens / seconds if seconds else None
+        return num_tokens / seconds if seconds and num_tokens > 0 else None
 
     prefill_s = ttft_s = decode_s = None
     if request.first_token_s is not None:

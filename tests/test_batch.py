@@ -214,8 +214,6 @@ def test_an_existing_output_is_not_harmed(engine, tmp_path):
             run(engine, source, out, **flags)
     with pytest.raises(ValueError, match="the input too"):
         run(engine, source, source, overwrite=True)
-    with pytest.raises(ValueError, match="-o OUT"):
-        run(engine, source, resume=True)
     with pytest.raises(OSError):
         run(engine, source, tmp_path / "no folder" / "out")
     assert out.read_text() == "precious" and engine.stats.steps == 0

@@ -140,6 +140,12 @@ def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")
 
 
+def test_resuming_needs_an_output_file(call, tmp_path):
+    for words in (["--resume"], ["--overwrite"], ["--resume", "-o", "-"]):
+        refused(call("batch", tmp_path / "in", "-m", "no-such-model", *words), "-o OUT")
+    refused(call("batch", tmp_path / "in", "-o", tmp_path / "out", "--resume", "--overwrite"), "one of them")
+
+
 def test_errors_are_one_line_and_debug_shows_more(call, tmp_path):
     refused(call("-m", "no-such-model", "-p", "hi"), "no-such-model", status=1)
     refused(call("info", "-m", tmp_path), str(tmp_path), status=1)
