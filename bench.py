@@ -23,6 +23,7 @@ from engine import Engine
 from model import Model
 from sampling import SamplingParams
 from scheduler import Request
+from terminal import decode_utf8
 
 REPEATS = 5
 SECONDS_PER_WORKLOAD = 120   # fewer repeats where the model is large
@@ -278,11 +279,8 @@ def perplexity_main(engine: Engine, args) -> int:
 
 def read_ids(engine: Engine, args) -> list[int]:
     """The ids to score, from a text or, with `args.ids`, from a JSON list of ids."""
-    data = Path(args.ids or args.file).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{args.ids or args.file} is not UTF-8 at byte {error.start}: convert it") from None
+    path = args.ids or args.file
+    text = decode_utf8(Path(path).read_bytes(), path).removeprefix("\ufeff")
     if not args.ids:
         return engine.tokenizer.encode(text, special=False)
     try:

@@ -222,7 +222,7 @@ class Engine:
         if request.logprobs is not None:
             request.logprobs.append(self._logprob_entry(drawn))
         text, stopped = self.writers[request].write(drawn.id, request.num_output)
-        request.text += text
+        request.pieces.append(text)
         reason = "stop" if stopped else None
         limit = request.params.max_tokens
         if not stopped and (request.num_output == limit or len(request.tokens) == self.capacity):
@@ -240,7 +240,7 @@ class Engine:
         self.scheduler.remove(request)
         rest = self.writers.pop(request).close()
         self.ids.remove(request.id)
-        request.text += rest
+        request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
         self.stats.preemptions += request.num_preemptions

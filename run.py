@@ -26,7 +26,7 @@ from terminal import Download, abandon, decode_utf8, dim, held_signals, is_termi
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoint
-    from engine import Engine, EngineConfig
+    from engine import Engine, EngineConfig, Output
     from families import LayerConfig, ModelConfig
     from sampling import SamplingParams
     from scheduler import Request
@@ -186,31 +186,27 @@ class SampleWriter:
     """Writes answers one after the other while they come all at once: the first streams, the others wait their turn."""
 
     def __init__(self, requests: Sequence[Request], echo: str):
-        self.waiting, self.echo, self.num_written = list(requests), echo, 0
+        self.waiting, self.echo = list(requests), echo
         print(echo, end="", flush=True)
 
-    def write(self) -> None:
-        """Writes what has arrived since the last call, and the line's end once all samples have ended."""
-        while self.waiting:
-            request = self.waiting[0]
-            print(request.text[self.num_written :], end="", flush=True)
-            self.num_written = len(request.text)
-            if request.finish_reason is None:
-                return
+    def write(self, outputs: Iterable[Output]) -> None:
+        """Writes what a step brought to the sample whose turn it is, and what those behind it have meanwhile."""
+        for output in outputs:
+            if self.waiting and output.request is self.waiting[0]:
+                print(output.text, end="", flush=True)
+        while self.waiting and self.waiting[0].finish_reason is not None:
             self.waiting.pop(0)
-            self.num_written = 0
-            print(f"\n---\n{self.echo}" if self.waiting else "\n", end="", flush=True)
+            print(f"\n---\n{self.echo}{self.waiting[0].text}" if self.waiting else "\n", end="", flush=True)
 
 
 def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None, signals: list[int]) -> None:
     """Runs the requests to their end, or cancels them after the step in which a signal came."""
     while engine.has_work:
-        engine.step()
+        outputs = engine.step()
         if signals:
-            for request in requests:
-                engine.abort(request)
+            outputs += [output for request in requests if (output := engine.abort(request))]
         if writer is not None:
-            writer.write()
+            writer.write(outputs)
 
 
 def as_json(request: Request, load_s: float) -> dict:

@@ -32,7 +32,7 @@ class Request:
     num_cached: int = 0  # of the prompt, found in the cache at first admission
     num_preemptions: int = 0
     lease: Lease = field(default_factory=Lease)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # of the answer's text
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: str | None = None
     logprobs: list[dict] | None = None
@@ -42,6 +42,10 @@ class Request:
 
     def __post_init__(self):
         self.num_prompt = len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     @property
     def prompt_ids(self) -> list[int]:

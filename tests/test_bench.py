@@ -117,7 +117,7 @@ def test_perplexity_command(engine, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("data, message", [(b'{"a": 1}', "list"), (b"[1, true]", "list"), (b"[1, 2", "list"),
-                                           (b"[1,\xff]", "byte 3")])
+                                           (b"[1,\xff]", "offset 3")])
 def test_ids_that_are_none(engine, tmp_path, data, message):
     (tmp_path / "ids.json").write_bytes(data)
     with pytest.raises(ValueError, match=message):

@@ -28,13 +28,13 @@ def load(folder, dtype=torch.float64, context=None):
         return load_model(checkpoint, dtype, context=context), load_tokenizer(checkpoint)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "window"])
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
 def loaded(request, tmp_path_factory):
+    """A llama; and a qwen2 whose upper layer has a window, so that it has two kinds of cache."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "llama":
         return load(tiny.tiny_llama(folder))
-    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    return load(tiny.tiny_qwen2(folder, **(window if request.param == "window" else {})))
+    return load(tiny.tiny_qwen2(folder, use_sliding_window=True, sliding_window=8, max_window_layers=1))
 
 
 @pytest.fixture(scope="module")

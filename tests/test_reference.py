@@ -170,6 +170,7 @@ def logits_of(theirs, ids: list[int]) -> torch.Tensor:
     return theirs(torch.tensor([ids])).logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [512, 1, 3, 7])
 def test_tiny_logits_in_chunks(tiny, chunk):
     folder, context, ids, theirs, _ = tiny
@@ -177,6 +178,7 @@ def test_tiny_logits_in_chunks(tiny, chunk):
     assert (ours - theirs).abs().max() < TINY_LOGITS
 
 
+@pytest.mark.slow
 def test_tiny_decode(tiny):
     """Drawn token by token, among others: each is transformers' first choice, with its log-probability."""
     folder, context, ids, _, theirs = tiny
@@ -199,6 +201,7 @@ def test_tiny_decode(tiny):
     ("llama", SCALED | {"rope_scaling": LONGROPE}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
 ])
+@pytest.mark.slow
 def test_a_folder_that_transformers_saved(tmp_path, family, overrides):
     """Its own form of the config: `rope_parameters`, `dtype`, `layer_types`."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -334,19 +335,18 @@ def test_samples_are_those_of_their_seeds(call, llama):
 
 
 def test_the_first_sample_streams_and_the_others_wait(capsys):
-    class Fake:
-        text, finish_reason = "", None
-
-    requests = [Fake(), Fake(), Fake()]
+    requests = [SimpleNamespace(text="", finish_reason=None) for _ in range(3)]
     writer = run.SampleWriter(requests, "")
     seen = []
     for texts, ended in [("a b", ""), ("aa bb c", ""), ("aa bbb c", "1"), ("aaa bbb cc", "0 1"),
                          ("aaa bbb ccc", "0 1 2")]:
+        outputs = []
         for request, text in zip(requests, texts.split()):
+            outputs.append(SimpleNamespace(request=request, text=text.removeprefix(request.text)))
             request.text = text
         for i in ended.split():
             requests[int(i)].finish_reason = "stop"
-        writer.write()
+        writer.write(outputs)
         seen.append(capsys.readouterr().out)
     assert seen == ["a", "a", "", "a\n---\nbbb\n---\ncc", "c\n"]
 
