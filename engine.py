@@ -18,7 +18,7 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from sampling import Drawn, Sampler, SamplingParams, draw
-from scheduler import Chunk, Request, Scheduler
+from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -37,6 +37,8 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_requests: int = 64
     prefix_cache: bool = True
+    classes: tuple[AdmissionClass, ...] = DEFAULT_CLASSES
+    usual_class: str = "interactive"  # of requests that name none
 
     def __post_init__(self):
         if self.page_size not in (8, 16, 32, 64, 128, 256):
@@ -99,7 +101,7 @@ class Engine:
         self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         self.cache = self._make_cache()
         self.capacity = min(model.context, self.cache.num_pages * self.config.page_size)  # tokens of one request
-        self.scheduler = Scheduler(self.cache, self.config.max_requests)
+        self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
         self.stats = Stats()
@@ -126,7 +128,7 @@ class Engine:
     # ---- requests in --------------------------------------------------------------------------------------------
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, id: str | None = None,
-               deadline_s: float | None = None, show_special: bool = False) -> Request:
+               class_name: str | None = None, deadline_s: float | None = None, show_special: bool = False) -> Request:
         """Queues one sample; its `params` get a random seed if they have none. A prompt given as text is continued as
         it stands. `deadline_s` seconds from now it ends as "cancelled". ValueError if it cannot be served."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -139,13 +141,14 @@ class Engine:
         now = time.perf_counter()
         end_ids = (set() if params.ignore_eos else self.eos_ids) | set(params.stop_token_ids)
         sampler = Sampler(params, tokens, [end_id for end_id in end_ids if end_id < self.vocab], self.vocab)
-        request = Request(id, params, tokens, sampler, submitted_s=now,
+        class_name = class_name or self.scheduler.class_of(tokens, self.config.usual_class)
+        request = Request(id, params, tokens, sampler, submitted_s=now, class_name=class_name,
                           deadline_s=None if deadline_s is None else now + deadline_s,
                           logprobs=None if params.logprobs is None else [])
         stream = self.tokenizer.stream(tokens, show_special) if self.tokenizer else None
+        self.scheduler.add(request)
         self.writers[request] = Writer(stream, params, end_ids)
         self.ids.add(id)
-        self.scheduler.add(request)
         return request
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
@@ -225,9 +228,13 @@ class Engine:
         request.pieces.append(text)
         reason = "stop" if stopped else None
         limit = request.params.max_tokens
-        if not stopped and (request.num_output == limit or len(request.tokens) == self.capacity):
+        if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
             reason = "length"
         return self._finish(request, reason, text, [drawn.id]) if reason else Output(request, text, [drawn.id])
+
+    def most_tokens(self, request: Request) -> int:
+        """Prompt and answer together: what its class allows, and what there is room for."""
+        return min(self.capacity, self.scheduler.lines[request.class_name].cls.max_tokens or self.capacity)
 
     def _logprob_entry(self, drawn: Drawn) -> dict:
         def entry(id: int, logprob: float) -> dict:

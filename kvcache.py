@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 
 import torch
 
@@ -91,6 +92,12 @@ class Lease:
     row: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0  # pages
+    writes: list[bytes] = field(default_factory=list)  # keys of the pages it is to publish, not yet published
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each group."""
+        return len(self.pages[0]) if self.pages else 0
 
 
 class Cache:
@@ -114,6 +121,7 @@ class Cache:
         table_width = num_pages if max_tokens is None else min(num_pages, self.pages_for(max_tokens))
         self.tables = [torch.zeros(max_leases, table_width, dtype=torch.int32) for _ in groups]
         self.free_rows = list(reversed(range(max_leases)))
+        self.being_written: set[bytes] = set()  # keys of prompts' pages that some lease is about to publish
 
     @property
     def num_available(self) -> int:
@@ -147,15 +155,32 @@ class Cache:
             self._append_pages(lease, group, page_ids[: lease.num_published])
         return lease.num_published * self.page_size
 
-    def grow(self, lease: Lease, num_tokens: int) -> bool:
+    def count_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens `match` would find now."""
+        lease = Lease()
+        self._extend_keys(lease, tokens, (len(tokens) - 1) // self.page_size)
+        hits = takewhile(lambda key: all(key in pool.index for pool in self.pools), lease.keys)
+        return self.page_size * sum(1 for _ in hits)
+
+    def awaits(self, lease: Lease, tokens: Sequence[int]) -> bool:
+        """Whether the page after those that `match` found is being written under another lease: worth waiting for."""
+        has_next = self.prefix and lease.num_published < (len(tokens) - 1) // self.page_size
+        return has_next and lease.keys[lease.num_published] in self.being_written
+
+    def grow(self, lease: Lease, num_tokens: int, writes: int = 0) -> bool:
         """Gives an open lease pages for `num_tokens` tokens in all. False, with nothing changed, if there are too few.
-        """
+        The pages that the first `writes` tokens fill are announced: others may wait for them instead of computing the
+        same."""
         num_wanted = self.pages_for(num_tokens)
         for pages, pool in zip(lease.pages, self.pools):
             if num_wanted - len(pages) > pool.num_available:
                 return False
         for group, pages in enumerate(lease.pages):
             self._append_pages(lease, group, [self.pools[group].take() for _ in range(num_wanted - len(pages))])
+        if writes and self.prefix:
+            new = lease.keys[lease.num_published : writes // self.page_size]
+            lease.writes = [key for key in new if key not in self.being_written]
+            self.being_written.update(lease.writes)
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
@@ -168,15 +193,21 @@ class Cache:
             for pool, pages in zip(self.pools, lease.pages):
                 pool.publish(pages[i], lease.keys[i])
         lease.num_published = num_full
+        self._end_writes(lease, [key for key in lease.writes if key in self.pools[0].index])
 
     def release(self, lease: Lease) -> None:
         """Closes an open lease. Published pages stay cached."""
         for pool, pages in zip(self.pools, lease.pages):
             for page_id in reversed(pages):  # tails first: a prefix must outlive what follows it
                 pool.drop(page_id)
+        self._end_writes(lease, lease.writes)
         lease.pages = []
         self.free_rows.append(lease.row)
         lease.row = None
+
+    def _end_writes(self, lease: Lease, keys: Sequence[bytes]) -> None:
+        self.being_written.difference_update(keys)
+        lease.writes = lease.writes[len(keys) :]
 
     def _append_pages(self, lease: Lease, group: int, page_ids: list[int]) -> None:
         if page_ids:
