@@ -10,7 +10,8 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,16 +76,25 @@ class Completion:
     request: Request
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stats:
-    """Sums since the engine was made."""
+    """What the engine has done since it was made, and what its cache holds now."""
 
-    steps: int = 0
-    computed_tokens: int = 0  # through the model, recomputation included
-    prompt_tokens: int = 0  # of admitted requests
-    cached_tokens: int = 0  # of those, found in the prefix cache
-    output_tokens: int = 0
-    preemptions: int = 0
+    steps: int
+    computed_tokens: int  # through the model, recomputation included
+    prompt_tokens: int  # of requests that have ended
+    cached_tokens: int  # of those, found in the prefix cache
+    output_tokens: int
+    preemptions: int
+    evictions: int  # cached pages whose memory was wanted
+    free_pages: int
+    cached_pages: int  # held by nobody, to be found again
+    held_pages: int
+    shared_pages: int  # of those, by more than one request
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
 
 
 class Engine:
@@ -104,8 +114,9 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
-        self.stats = Stats()
+        self.sums = Counter()
         self.num_submitted = 0
+        self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
@@ -179,9 +190,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes one ragged batch; returns what it added to each request that got something."""
-        now = time.perf_counter()
+        start_s = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
-                   if request.deadline_s is not None and now >= request.deadline_s]
+                   if request.deadline_s is not None and start_s >= request.deadline_s]
         chunks = self.scheduler.plan(self.config.max_step_tokens)
         if not chunks:
             return outputs
@@ -195,8 +206,35 @@ class Engine:
             drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing])
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        self._count(chunks, len(drawing))
+        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
+                         output_tokens=len(drawing))
+        if self.on_step is not None:
+            self.on_step(self._trace(chunks, time.perf_counter() - start_s))
         return outputs + [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+
+    @property
+    def stats(self) -> Stats:
+        pool = self.cache.pools[0]
+        return Stats(*(self.sums[name] for name in ("steps", "computed_tokens", "prompt_tokens", "cached_tokens",
+                                                    "output_tokens", "preemptions")),
+                     evictions=sum(pool.num_evictions for pool in self.cache.pools), free_pages=len(pool.free),
+                     cached_pages=len(pool.cached), held_pages=sum(n > 0 for n in pool.holders),
+                     shared_pages=sum(n > 1 for n in pool.holders))
+
+    def _trace(self, chunks: list[Chunk], seconds: float) -> dict:
+        """One line of a trace. Requests that wait have no tokens; `prompt` and `cached` are theirs in all."""
+        def entry(request: Request, num_tokens: int) -> dict:
+            return {"id": request.id, "class": request.class_name, "computed": num_tokens, "done": request.num_computed,
+                    "prompt": request.num_prompt, "cached": request.num_cached, "drafted": 0,
+                    "preemptions": request.num_preemptions}
+
+        stats = self.stats
+        waiting = [request for line in self.scheduler.lines.values() for request in line.waiting]
+        return {"step": stats.steps, "ms": round(1000 * seconds, 3),
+                "requests": [entry(chunk.request, chunk.end - chunk.start) for chunk in chunks],
+                "waiting": [entry(request, 0) for request in waiting],
+                "pages": {"free": stats.free_pages, "cached": stats.cached_pages, "held": stats.held_pages,
+                          "shared": stats.shared_pages}}
 
     def _pack(self, chunks: list[Chunk]) -> Batch:
         tokens = [chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks]
@@ -207,11 +245,6 @@ class Engine:
                 row_L.append(end - 1)
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
                           [chunk.start for chunk in chunks], row_L)
-
-    def _count(self, chunks: list[Chunk], num_drawn: int) -> None:
-        self.stats.steps += 1
-        self.stats.computed_tokens += sum(chunk.end - chunk.start for chunk in chunks)
-        self.stats.output_tokens += num_drawn
 
     def _extend(self, request: Request, drawn: Drawn | None) -> Output:
         """Appends a drawn token and decides whether the request ends with it."""
@@ -250,10 +283,9 @@ class Engine:
         request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
-        self.stats.preemptions += request.num_preemptions
+        self.sums.update(preemptions=request.num_preemptions)
         if request.admitted_s is not None:
-            self.stats.prompt_tokens += request.num_prompt
-            self.stats.cached_tokens += request.num_cached
+            self.sums.update(prompt_tokens=request.num_prompt, cached_tokens=request.num_cached)
         return Output(request, text + rest, list(token_ids))
 
     # ---- for Python programs ------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ class Line:
     """One admission class at work: who waits, who runs, and the tokens it was passed over for."""
 
     cls: AdmissionClass
+    share: float
     num_reserved: int  # pages
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in the order of admission
@@ -133,10 +134,8 @@ class Scheduler:
     def __init__(self, cache: Cache, max_requests: int, classes: Iterable[AdmissionClass] = DEFAULT_CLASSES):
         self.cache, self.max_requests = cache, max_requests
         ranked = sorted(classes, key=lambda cls: -cls.priority)
-        self.lines = {cls.name: Line(cls, self._pages(cls.reserved_pages)) for cls in ranked}
-        if sum(cls.share for cls in ranked) > 1 + 1e-9:
-            raise ValueError(f"the shares of the classes add up to {sum(cls.share for cls in ranked):g} but must not be "
-                             "more than 1: lower some")
+        scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
+        self.lines = {cls.name: Line(cls, cls.share / scale, self._pages(cls.reserved_pages)) for cls in ranked}
         if sum(line.num_reserved for line in self.lines.values()) > cache.num_pages:
             raise ValueError(f"the classes reserve {sum(line.num_reserved for line in self.lines.values())} pages but "
                              f"the cache has {cache.num_pages}: lower some")
@@ -156,8 +155,8 @@ class Scheduler:
             raise ValueError(f"{len(line.waiting)} requests of class {cls.name} are waiting, its limit is "
                              f"{cls.max_waiting}: try again later or raise max-waiting")
         if cls.max_tokens is not None and request.num_prompt >= cls.max_tokens:
-            raise ValueError(f"the prompt has {request.num_prompt} tokens but a request of class {cls.name} has at most "
-                             f"{cls.max_tokens}, one of them for the answer: shorten it or name another class")
+            raise ValueError(f"the prompt has {request.num_prompt} tokens but a request of class {cls.name} has at "
+                             f"most {cls.max_tokens}, one of them for the answer: shorten it or name another class")
         line.waiting.append(request)
 
     def class_of(self, tokens: Sequence[int], usual: str) -> str:
@@ -210,14 +209,14 @@ class Scheduler:
     def _owed(self, line: Line, budget_tokens: int) -> int:
         """Tokens that a class takes back now from those above it: its share of the step, once they have read as much of
         its share as PATIENCE steps hold without a pause."""
-        return int(line.cls.share * budget_tokens) if line.debt >= PATIENCE * budget_tokens else 0
+        return int(line.share * budget_tokens) if line.debt >= PATIENCE * budget_tokens else 0
 
     def _settle(self, line: Line, num_read: int, num_used: int, passed_over: bool) -> None:
         wants = bool(line.waiting) or any(request.want > 1 for request in line.running)
         if not wants or not passed_over:
             line.debt = 0.0
         else:
-            line.debt += line.cls.share * num_used - num_read
+            line.debt += line.share * num_used - num_read
 
     def _read(self, line: Line, granted: dict[Request, int], limit: int, can_admit: bool) -> int:
         """Grants tokens of prompts, in order of arrival: how many, at most `limit`."""

@@ -386,8 +386,8 @@ def test_any_mix_equals_alone(llama, kinds, max_step_tokens, num_pages, prefix_c
 
 
 class Operations(RuleBasedStateMachine):
-    """Anything done in any order to an engine with a tiny cache: the books agree after every step, a published page holds
-    what its prefix computes to, and every finished request has the tokens it has alone."""
+    """Anything done in any order to an engine with a tiny cache: the books agree after every step, a published page
+    holds what its prefix computes to, and every finished request has the tokens it has alone."""
 
     loaded = None  # set below
 

@@ -232,10 +232,10 @@ def test_what_a_class_refuses_names_its_limit():
     for bad in ({"share": 1.5}, {"share": -1}, {"reserved_pages": -1}, {"max_waiting": 0}, {"max_tokens": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             AdmissionClass("x", **bad)
-    for classes in ([AdmissionClass("a", share=0.6), AdmissionClass("b", share=0.6)],
-                    [AdmissionClass("a", reserved_pages=20), AdmissionClass("b", reserved_pages=0.5)]):
-        with pytest.raises(ValueError, match="lower some"):
-            make_scheduler(classes=classes)
+    with pytest.raises(ValueError, match="36 pages but the cache has 32: lower some"):
+        make_scheduler(classes=[AdmissionClass("a", reserved_pages=20), AdmissionClass("b", reserved_pages=0.5)])
+    over = make_scheduler(classes=[AdmissionClass("a", share=0.9), AdmissionClass("b", share=0.3)])
+    assert [line.share for line in over.lines.values()] == pytest.approx([0.75, 0.25])
 
 
 def test_requests_that_name_no_class():
