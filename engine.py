@@ -110,7 +110,7 @@ class Engine:
         self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
         self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         self.cache = self._make_cache()
-        self.capacity = min(model.context, self.cache.num_pages * self.config.page_size)  # tokens of one request
+        self.capacity = int(min(model.context, self.cache.capacity))  # tokens of one request
         self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
@@ -134,7 +134,7 @@ class Engine:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
         return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
-                     max_tokens=self.model.context, prefix=config.prefix_cache)
+                     max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache)
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
@@ -214,10 +214,10 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        pool = self.cache.pools[0]
+        pool = self.cache.groups[0].pool
         return Stats(*(self.sums[name] for name in ("steps", "computed_tokens", "prompt_tokens", "cached_tokens",
                                                     "output_tokens", "preemptions")),
-                     evictions=sum(pool.num_evictions for pool in self.cache.pools), free_pages=len(pool.free),
+                     evictions=sum(group.pool.num_evictions for group in self.cache.groups), free_pages=len(pool.free),
                      cached_pages=len(pool.cached), held_pages=sum(n > 0 for n in pool.holders),
                      shared_pages=sum(n > 1 for n in pool.holders))
 
@@ -319,6 +319,7 @@ class Engine:
         logits = []
         for start in range(0, len(ids), self.config.max_step_tokens):
             chunk = ids[start : start + self.config.max_step_tokens]
+            self.cache.reach(lease, start, start + len(chunk))
             batch = Batch.pack(self.cache, [lease.row], [chunk], [start], range(max(first - start, 0), len(chunk)))
             logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
         self.cache.release(lease)

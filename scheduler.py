@@ -204,7 +204,10 @@ class Scheduler:
             self._settle(line, num_read, num_used, above_reads)
             above_reads = above_reads or num_read > 0
             above_runs = above_runs or bool(line.running)
-        return [Chunk(request, request.num_computed, request.num_computed + n) for request, n in granted.items()]
+        chunks = [Chunk(request, request.num_computed, request.num_computed + n) for request, n in granted.items()]
+        for chunk in chunks:
+            self.cache.reach(chunk.request.lease, chunk.start, chunk.end)
+        return chunks
 
     def _owed(self, line: Line, budget_tokens: int) -> int:
         """Tokens that a class takes back now from those above it: its share of the step, once they have read as much of
@@ -310,9 +313,6 @@ class Scheduler:
     def _fits(self, line: Line, request: Request) -> bool:
         """Takes pages for all tokens of a request with an open lease, if there are so many beside what other classes
         wait to have of their reserve, and one more for each who runs: with less it would soon be thrown out again."""
-        num_new = self.cache.pages_for(len(request.tokens)) - request.lease.num_pages
         kept = sum(max(0, other.num_reserved - other.num_held) for other in self.lines.values()
                    if other is not line and other.waiting)
-        if num_new + kept + len(self.running) > self.cache.num_available:
-            return False
-        return self.cache.grow(request.lease, len(request.tokens), writes=request.num_prompt)
+        return self.cache.grow(request.lease, len(request.tokens), kept + len(self.running), request.num_prompt)

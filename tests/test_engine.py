@@ -385,6 +385,24 @@ def test_any_mix_equals_alone(llama, kinds, max_step_tokens, num_pages, prefix_c
         assert request.output_ids == make_engine(llama).generate([prompt], p)[0].token_ids
 
 
+def test_layers_with_windows_need_no_more_than_their_window(tmp_path):
+    """A prompt of 40 pages in a cache of 8; and it can be found again as far as the window's pages are still there."""
+    folder = tiny.tiny_qwen2(tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    loaded, prompt = load(folder), [i * i % 251 for i in range(317)]
+    cold = run(loaded, [prompt], prefix_cache=False)
+    engine = make_engine(loaded, num_pages=8, max_step_tokens=16)
+    assert engine.capacity == 512
+    request = engine.submit(prompt, GREEDY)
+    while engine.has_work:
+        engine.step()
+        assert engine.stats.held_pages <= (8 + 16) // 8 + 2
+    again = engine.generate([prompt + cold[0]], GREEDY)[0].request
+    assert [request.output_ids] == cold and again.num_cached == 328
+    assert [again.output_ids] == run(loaded, [prompt + cold[0]], prefix_cache=False)
+    edited = prompt[:200] + [9] * 50  # of its beginning the window's pages are gone
+    assert run(loaded, [edited], prefix_cache=False) == [engine.generate([edited], GREEDY)[0].token_ids]
+
+
 class Operations(RuleBasedStateMachine):
     """Anything done in any order to an engine with a tiny cache: the books agree after every step, a published page
     holds what its prefix computes to, and every finished request has the tokens it has alone."""
@@ -417,13 +435,16 @@ class Operations(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self):
         cache, running = self.engine.cache, self.engine.scheduler.running
-        for group, pool in enumerate(cache.pools):
-            held = [page_id for request in running for page_id in request.lease.pages[group]]
+        for group, pool in enumerate(group.pool for group in cache.groups):
+            held = [page_id for request in running for page_id in request.lease.pages[group] if page_id is not None]
             assert sorted(pool.free + list(pool.cached) + list(set(held))) == list(range(12))
             assert [held.count(page_id) for page_id in range(12)] == pool.holders
             for request in running:  # what is still written to is nobody else's
                 for page_id in request.lease.pages[group][request.num_computed // 8 :]:
                     assert pool.holders[page_id] == 1
+            if cache.groups[group].window:  # no more than the window and a chunk of each request
+                assert all(len(request.lease.pages[group]) - request.lease.pages[group].count(None) <= (8 + 16) // 8 + 2
+                           for request in running)
         assert cache.being_written == {key for request in running for key in request.lease.writes}
 
     def teardown(self):
@@ -446,9 +467,10 @@ class Operations(RuleBasedStateMachine):
         fresh.cache.open(theirs)
         assert fresh.cache.match(theirs, request.tokens) >= num_cached
         for ours, other in zip(self.engine.cache.layers, fresh.cache.layers):
-            page_ids, same = lease.pages[ours.group], theirs.pages[other.group][: num_cached // 8]
-            assert torch.allclose(ours.k_PBGA[page_ids], other.k_PBGA[same], atol=1e-12)
-            assert torch.allclose(ours.v_PBGA[page_ids], other.v_PBGA[same], atol=1e-12)
+            pairs = zip(lease.pages[ours.group], theirs.pages[other.group])
+            for page_id, same in ((a, b) for a, b in pairs if a is not None and b is not None):
+                assert torch.allclose(ours.k_PBGA[page_id], other.k_PBGA[same], atol=1e-12)
+                assert torch.allclose(ours.v_PBGA[page_id], other.v_PBGA[same], atol=1e-12)
         self.engine.cache.release(lease)
 
 
