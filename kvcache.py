@@ -51,17 +51,20 @@ class Pool:
     def num_available(self) -> int:
         return len(self.free) + len(self.cached)
 
-    def take(self) -> int:
-        """A page to write to, held once; the longest unheld cached page is evicted if none is free."""
-        if self.free:
-            page_id = self.free.pop()
-        else:
+    def take(self, num_pages: int) -> list[int]:
+        """Pages to write to, held once; where too few are free, the longest unheld cached ones are evicted."""
+        num_free = min(num_pages, len(self.free))
+        page_ids = self.free[len(self.free) - num_free :]
+        del self.free[len(self.free) - num_free :]
+        for _ in range(num_pages - num_free):
             page_id, _ = self.cached.popitem(last=False)
             del self.index[self.keys[page_id]]
             self.keys[page_id] = None
             self.num_evictions += 1
-        self.holders[page_id] = 1
-        return page_id
+            page_ids.append(page_id)
+        for page_id in page_ids:
+            self.holders[page_id] = 1
+        return page_ids
 
     def hold(self, page_id: int) -> None:
         self.holders[page_id] += 1
@@ -130,7 +133,11 @@ class Group:
         """The first page that the token at `place` sees."""
         return max(0, place + 1 - self.window) // self.page_size if self.window else 0
 
-    def longest_hit(self, keys: Sequence[bytes]) -> list[int]:
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """How many of these pages are here before the first that is not."""
+        return sum(1 for _ in takewhile(self.pool.index.__contains__, keys))
+
+    def runs(self, keys: Sequence[bytes]) -> list[int]:
         """For n = 0, 1, ... len(keys): how many of the last pages before n are here without a gap."""
         runs = [0]
         for key in keys:
@@ -208,10 +215,11 @@ class Cache:
             return 0
         num_whole = max(0, len(tokens) - 1) // self.page_size
         self._extend_keys(lease, tokens, num_whole)
-        runs = [group.longest_hit(lease.keys[:num_whole]) for group in self.groups]
-        return next(n for n in range(num_whole, -1, -1)
-                    if all(run[n] >= n - group.first_in_sight(n * self.page_size)
-                           for run, group in zip(runs, self.groups)))
+        num_hit = min((group.num_leading(lease.keys[:num_whole]) for group in self.groups if not group.window),
+                      default=num_whole)
+        windows = [(group, group.runs(lease.keys[:num_hit])) for group in self.groups if group.window]
+        return next(n for n in range(num_hit, -1, -1)
+                    if all(run[n] >= n - group.first_in_sight(n * self.page_size) for group, run in windows))
 
     def awaits(self, lease: Lease, tokens: Sequence[int]) -> bool:
         """Whether the page after those that `match` found is being written under another lease: worth waiting for."""
@@ -281,8 +289,9 @@ class Cache:
         lease.writes = lease.writes[num_keys:]
 
     def _take(self, lease: Lease, place: int, num_pages: int) -> None:
-        pool = self.groups[place].pool
-        self._append_pages(lease, place, [pool.take() for _ in range(num_pages - len(lease.pages[place]))])
+        num_new = num_pages - len(lease.pages[place])
+        if num_new > 0:
+            self._append_pages(lease, place, self.groups[place].pool.take(num_new))
 
     def _append_pages(self, lease: Lease, place: int, page_ids: list[int]) -> None:
         if page_ids:
@@ -291,7 +300,11 @@ class Cache:
             held.extend(page_ids)
 
     def _extend_keys(self, lease: Lease, tokens: Sequence[int], num_pages: int) -> None:
-        for i in range(len(lease.keys), num_pages):
-            page_tokens = array("i", tokens[i * self.page_size : (i + 1) * self.page_size])
-            parent = lease.keys[-1] if lease.keys else b""
-            lease.keys.append(blake2b(parent + page_tokens.tobytes(), digest_size=16).digest())
+        first, nbytes = len(lease.keys), 4 * self.page_size
+        if num_pages <= first:
+            return
+        raw = array("i", tokens[first * self.page_size : num_pages * self.page_size]).tobytes()
+        key = lease.keys[-1] if lease.keys else b""
+        for offset in range(0, len(raw), nbytes):
+            key = blake2b(key + raw[offset : offset + nbytes], digest_size=16).digest()
+            lease.keys.append(key)
