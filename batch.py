@@ -141,7 +141,8 @@ def submit(engine: Engine, args, dialect: "Dialect", record: Record, index: int)
     try:
         for prompt_ids in prompts:
             for sample in params.samples():
-                job.requests.append(engine.submit(prompt_ids, sample, deadline_s=args.deadline))
+                job.requests.append(engine.submit(prompt_ids, sample, class_name=record.fields.get("class"),
+                                                  deadline_s=args.deadline))
     except ValueError:
         for request in job.requests:
             engine.abort(request)

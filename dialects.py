@@ -139,8 +139,9 @@ def short_plan(fields: Mapping, tokenizer: Tokenizer, args) -> tuple[Sequence[li
     given = {name: value for name, value in fields.items() if value is not None}
     given.pop("id", None)
     prompt, messages, raw = given.pop("prompt", None), given.pop("messages", None), given.pop("raw", None)
-    if "class" in given:
-        raise ValueError(f"class is {shown(given['class'])} but this build has no admission classes: leave it out")
+    class_name = given.pop("class", None)
+    if class_name is not None and not isinstance(class_name, str):
+        raise ValueError(f"class is {shown(class_name)} but must name an admission class")
     if raw is not None and not isinstance(raw, bool):
         raise ValueError(f"raw is {shown(raw)} but must be true or false")
     if (prompt is None) == (messages is None):

@@ -10,7 +10,8 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from sampling import Drawn, Sampler, SamplingParams, draw
-from scheduler import Chunk, Request, Scheduler
+from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -37,6 +38,8 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_requests: int = 64
     prefix_cache: bool = True
+    classes: tuple[AdmissionClass, ...] = DEFAULT_CLASSES
+    usual_class: str = "interactive"  # of requests that name none
 
     def __post_init__(self):
         if self.page_size not in (8, 16, 32, 64, 128, 256):
@@ -73,16 +76,25 @@ class Completion:
     request: Request
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stats:
-    """Sums since the engine was made."""
+    """What the engine has done since it was made, and what its cache holds now."""
 
-    steps: int = 0
-    computed_tokens: int = 0  # through the model, recomputation included
-    prompt_tokens: int = 0  # of admitted requests
-    cached_tokens: int = 0  # of those, found in the prefix cache
-    output_tokens: int = 0
-    preemptions: int = 0
+    steps: int
+    computed_tokens: int  # through the model, recomputation included
+    prompt_tokens: int  # of requests that have ended
+    cached_tokens: int  # of those, found in the prefix cache
+    output_tokens: int
+    preemptions: int
+    evictions: int  # cached pages whose memory was wanted
+    free_pages: int
+    cached_pages: int  # held by nobody, to be found again
+    held_pages: int
+    shared_pages: int  # of those, by more than one request
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
 
 
 class Engine:
@@ -98,12 +110,13 @@ class Engine:
         self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
         self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         self.cache = self._make_cache()
-        self.capacity = min(model.context, self.cache.num_pages * self.config.page_size)  # tokens of one request
-        self.scheduler = Scheduler(self.cache, self.config.max_requests)
+        self.capacity = int(min(model.context, self.cache.capacity))  # tokens of one request
+        self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
-        self.stats = Stats()
+        self.sums = Counter()
         self.num_submitted = 0
+        self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
@@ -121,12 +134,12 @@ class Engine:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
         return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
-                     max_tokens=self.model.context, prefix=config.prefix_cache)
+                     max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache)
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, id: str | None = None,
-               deadline_s: float | None = None, show_special: bool = False) -> Request:
+               class_name: str | None = None, deadline_s: float | None = None, show_special: bool = False) -> Request:
         """Queues one sample; its `params` get a random seed if they have none. A prompt given as text is continued as
         it stands. `deadline_s` seconds from now it ends as "cancelled". ValueError if it cannot be served."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -139,13 +152,14 @@ class Engine:
         now = time.perf_counter()
         end_ids = (set() if params.ignore_eos else self.eos_ids) | set(params.stop_token_ids)
         sampler = Sampler(params, tokens, [end_id for end_id in end_ids if end_id < self.vocab], self.vocab)
-        request = Request(id, params, tokens, sampler, submitted_s=now,
+        class_name = class_name or self.scheduler.class_of(tokens, self.config.usual_class)
+        request = Request(id, params, tokens, sampler, submitted_s=now, class_name=class_name,
                           deadline_s=None if deadline_s is None else now + deadline_s,
                           logprobs=None if params.logprobs is None else [])
         stream = self.tokenizer.stream(tokens, show_special) if self.tokenizer else None
+        self.scheduler.add(request)
         self.writers[request] = Writer(stream, params, end_ids)
         self.ids.add(id)
-        self.scheduler.add(request)
         return request
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
@@ -176,9 +190,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes one ragged batch; returns what it added to each request that got something."""
-        now = time.perf_counter()
+        start_s = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
-                   if request.deadline_s is not None and now >= request.deadline_s]
+                   if request.deadline_s is not None and start_s >= request.deadline_s]
         chunks = self.scheduler.plan(self.config.max_step_tokens)
         if not chunks:
             return outputs
@@ -192,8 +206,35 @@ class Engine:
             drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing])
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        self._count(chunks, len(drawing))
+        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
+                         output_tokens=len(drawing))
+        if self.on_step is not None:
+            self.on_step(self._trace(chunks, time.perf_counter() - start_s))
         return outputs + [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+
+    @property
+    def stats(self) -> Stats:
+        pool = self.cache.groups[0].pool
+        return Stats(*(self.sums[name] for name in ("steps", "computed_tokens", "prompt_tokens", "cached_tokens",
+                                                    "output_tokens", "preemptions")),
+                     evictions=sum(group.pool.num_evictions for group in self.cache.groups), free_pages=len(pool.free),
+                     cached_pages=len(pool.cached), held_pages=sum(n > 0 for n in pool.holders),
+                     shared_pages=sum(n > 1 for n in pool.holders))
+
+    def _trace(self, chunks: list[Chunk], seconds: float) -> dict:
+        """One line of a trace. Requests that wait have no tokens; `prompt` and `cached` are theirs in all."""
+        def entry(request: Request, num_tokens: int) -> dict:
+            return {"id": request.id, "class": request.class_name, "computed": num_tokens, "done": request.num_computed,
+                    "prompt": request.num_prompt, "cached": request.num_cached, "drafted": 0,
+                    "preemptions": request.num_preemptions}
+
+        stats = self.stats
+        waiting = [request for line in self.scheduler.lines.values() for request in line.waiting]
+        return {"step": stats.steps, "ms": round(1000 * seconds, 3),
+                "requests": [entry(chunk.request, chunk.end - chunk.start) for chunk in chunks],
+                "waiting": [entry(request, 0) for request in waiting],
+                "pages": {"free": stats.free_pages, "cached": stats.cached_pages, "held": stats.held_pages,
+                          "shared": stats.shared_pages}}
 
     def _pack(self, chunks: list[Chunk]) -> Batch:
         tokens = [chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks]
@@ -204,11 +245,6 @@ class Engine:
                 row_L.append(end - 1)
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
                           [chunk.start for chunk in chunks], row_L)
-
-    def _count(self, chunks: list[Chunk], num_drawn: int) -> None:
-        self.stats.steps += 1
-        self.stats.computed_tokens += sum(chunk.end - chunk.start for chunk in chunks)
-        self.stats.output_tokens += num_drawn
 
     def _extend(self, request: Request, drawn: Drawn | None) -> Output:
         """Appends a drawn token and decides whether the request ends with it."""
@@ -225,9 +261,13 @@ class Engine:
         request.pieces.append(text)
         reason = "stop" if stopped else None
         limit = request.params.max_tokens
-        if not stopped and (request.num_output == limit or len(request.tokens) == self.capacity):
+        if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
             reason = "length"
         return self._finish(request, reason, text, [drawn.id]) if reason else Output(request, text, [drawn.id])
+
+    def most_tokens(self, request: Request) -> int:
+        """Prompt and answer together: what its class allows, and what there is room for."""
+        return min(self.capacity, self.scheduler.lines[request.class_name].cls.max_tokens or self.capacity)
 
     def _logprob_entry(self, drawn: Drawn) -> dict:
         def entry(id: int, logprob: float) -> dict:
@@ -243,10 +283,9 @@ class Engine:
         request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
-        self.stats.preemptions += request.num_preemptions
+        self.sums.update(preemptions=request.num_preemptions)
         if request.admitted_s is not None:
-            self.stats.prompt_tokens += request.num_prompt
-            self.stats.cached_tokens += request.num_cached
+            self.sums.update(prompt_tokens=request.num_prompt, cached_tokens=request.num_cached)
         return Output(request, text + rest, list(token_ids))
 
     # ---- for Python programs ------------------------------------------------------------------------------------
@@ -280,6 +319,7 @@ class Engine:
         logits = []
         for start in range(0, len(ids), self.config.max_step_tokens):
             chunk = ids[start : start + self.config.max_step_tokens]
+            self.cache.reach(lease, start, start + len(chunk))
             batch = Batch.pack(self.cache, [lease.row], [chunk], [start], range(max(first - start, 0), len(chunk)))
             logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
         self.cache.release(lease)

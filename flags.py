@@ -78,7 +78,7 @@ def value(convert: Callable, accepts: Callable, complaint: str) -> Callable[[str
         try:
             if accepts(converted := convert(text)):
                 return converted
-        except ValueError:
+        except (ValueError, KeyError):
             pass
         raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
 
@@ -114,12 +114,27 @@ def sampling(*names: str, **options) -> Flag:
     return names, {"default": argparse.SUPPRESS, **options}  # absent from args unless it was given
 
 
+def class_settings(text: str) -> tuple[str, dict[str, float]]:
+    """NAME:priority=1,share=0.3,... : the name, and the fields of scheduler.AdmissionClass that are given."""
+    name, _, settings = text.partition(":")
+    pairs = [pair.partition("=") for pair in settings.split(",")]
+    fields = {CLASS_FIELDS[key.strip().replace("_", "-")]: number for key, _, number in pairs}
+    whole = ("priority", "max_waiting", "max_tokens")
+    if not name or len(fields) < len(pairs):
+        raise ValueError
+    return name, {field: int(number) if field in whole else float(number) for field, number in fields.items()}
+
+
+CLASS_FIELDS = {"priority": "priority", "share": "share", "reserve": "reserved_pages", "max-waiting": "max_waiting",
+                "max-tokens": "max_tokens"}
 COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
 PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power of two from 8 to 256")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
 NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")
 IDS = value(id_list, lambda _: True, "is not a list of token ids like 1,2")
+CLASS = value(class_settings, lambda _: True,
+              f"is not NAME:SETTING=NUMBER,... with settings {', '.join(CLASS_FIELDS)}")
 BIAS = value(id_and_number, lambda _: True, "is not a token id and a number like 5=-1.5")
 
 PROMPT_FLAGS = [
@@ -169,9 +184,12 @@ ENGINE_FLAGS = [
     flag("--max-requests", type=COUNT, metavar="N", help="running at a time (64)"),
     switch("--no-prefix-cache", "compute shared prefixes again"),
     flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
+    flag("--class", type=CLASS, action="append", default=[], dest="classes", metavar="NAME:KEY=X,...",
+         help=f"admission class: {', '.join(CLASS_FIELDS)} (repeatable)"),
+    flag("--trace", metavar="FILE", help="write what each step did, a JSON line each"),
     # What is promised and this build lacks is refused, never ignored.
     *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
-      ("--draft", "--draft-tokens", "--draft-tree", "--class")),
+      ("--draft", "--draft-tokens", "--draft-tree")),
     *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
     flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
     flag("--prefill", type=one_of("exact", later="bfloat16"), help=argparse.SUPPRESS),

@@ -9,11 +9,13 @@ keys mean equal prefixes. A published page that nobody holds stays cached until 
 first.
 """
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 
 import torch
 
@@ -37,6 +39,7 @@ class Pool:
     """One group's pages: each is free, held (by one or more leases), or cached (published, held by none)."""
 
     def __init__(self, num_pages: int):
+        self.num_pages = num_pages
         self.free = list(reversed(range(num_pages)))
         self.holders = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
@@ -48,17 +51,20 @@ class Pool:
     def num_available(self) -> int:
         return len(self.free) + len(self.cached)
 
-    def take(self) -> int:
-        """A page to write to, held once; the longest unheld cached page is evicted if none is free."""
-        if self.free:
-            page_id = self.free.pop()
-        else:
+    def take(self, num_pages: int) -> list[int]:
+        """Pages to write to, held once; where too few are free, the longest unheld cached ones are evicted."""
+        num_free = min(num_pages, len(self.free))
+        page_ids = self.free[len(self.free) - num_free :]
+        del self.free[len(self.free) - num_free :]
+        for _ in range(num_pages - num_free):
             page_id, _ = self.cached.popitem(last=False)
             del self.index[self.keys[page_id]]
             self.keys[page_id] = None
             self.num_evictions += 1
-        self.holders[page_id] = 1
-        return page_id
+            page_ids.append(page_id)
+        for page_id in page_ids:
+            self.holders[page_id] = 1
+        return page_ids
 
     def hold(self, page_id: int) -> None:
         self.holders[page_id] += 1
@@ -81,44 +87,97 @@ class Pool:
 
 @dataclass
 class Lease:
-    """One request's hold on the cache: per group the ids of its pages in order, and the row of its page table.
+    """One request's hold on the cache: per group its page ids in order (None: out of a window's sight, not held), how
+    many pages it may come to hold, and the row of its page table.
 
     `keys` are the chained keys of the sequence's full pages as far as they were computed; they outlive a release,
     since the tokens stay the same.
     """
 
-    pages: list[list[int]] = field(default_factory=list)
+    pages: list[list[int | None]] = field(default_factory=list)
+    promised: list[int] = field(default_factory=list)
     row: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0  # pages
+    writes: list[bytes] = field(default_factory=list)  # keys of the pages it is to publish, not yet published
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that its tokens take, held or promised."""
+        return max(self.promised, default=0)
+
+
+class Group:
+    """Layers with the same spec: their pages, and the page table of each lease.
+
+    Full layers get pages for all tokens at once. Layers with a window get a promise of as many as a request can ever
+    need at a time (`most_pages`), take them chunk by chunk, and drop what falls out of the window.
+    """
+
+    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, max_leases: int, max_tokens: int,
+                 max_step_tokens: int):
+        self.window, self.page_size = spec.window, page_size
+        self.most_pages = -(-max_tokens // page_size)
+        if self.window:
+            self.most_pages = min(self.most_pages, (self.window + max_step_tokens) // page_size + 2)
+        self.pool = Pool(min(num_pages, max_leases * self.most_pages))
+        self.table = torch.zeros(max_leases, -(-max_tokens // page_size), dtype=torch.int32)
+        self.num_promised = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be promised now."""
+        return self.pool.num_pages - self.num_promised if self.window else self.pool.num_available
+
+    def first_in_sight(self, place: int) -> int:
+        """The first page that the token at `place` sees."""
+        return max(0, place + 1 - self.window) // self.page_size if self.window else 0
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """How many of these pages are here before the first that is not."""
+        return sum(1 for _ in takewhile(self.pool.index.__contains__, keys))
+
+    def runs(self, keys: Sequence[bytes]) -> list[int]:
+        """For n = 0, 1, ... len(keys): how many of the last pages before n are here without a gap."""
+        runs = [0]
+        for key in keys:
+            runs.append(runs[-1] + 1 if key in self.pool.index else 0)
+        return runs
 
 
 class Cache:
     """`num_pages` pages of `page_size` tokens for every layer, in memory of `dtype` on `device`.
 
-    At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache).
-    `prefix=False` publishes nothing and so never hits.
+    At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache), computed
+    in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits.
     """
 
     def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, dtype: torch.dtype,
                  device: str | torch.device = "cpu", max_leases: int = 64, max_tokens: int | None = None,
-                 prefix: bool = True):
+                 max_step_tokens: int = 512, prefix: bool = True):
         self.page_size, self.num_pages, self.prefix = page_size, num_pages, prefix
-        groups = list(dict.fromkeys(specs))
+        kinds = list(dict.fromkeys(specs))
+        max_tokens = num_pages * page_size if max_tokens is None else max_tokens
+        self.groups = [Group(spec, num_pages, page_size, max_leases, max_tokens, max_step_tokens) for spec in kinds]
         self.layers = []
         for spec in specs:
-            k_PBGA = torch.empty(num_pages, page_size, spec.heads, spec.k_dim, dtype=dtype, device=device)
-            v_PBGA = torch.empty(num_pages, page_size, spec.heads, spec.v_dim, dtype=dtype, device=device)
-            self.layers.append(KV(k_PBGA, v_PBGA, groups.index(spec)))
-        self.pools = [Pool(num_pages) for _ in groups]
-        table_width = num_pages if max_tokens is None else min(num_pages, self.pages_for(max_tokens))
-        self.tables = [torch.zeros(max_leases, table_width, dtype=torch.int32) for _ in groups]
+            shape = self.groups[kinds.index(spec)].pool.num_pages, page_size, spec.heads
+            k_PBGA = torch.empty(*shape, spec.k_dim, dtype=dtype, device=device)
+            v_PBGA = torch.empty(*shape, spec.v_dim, dtype=dtype, device=device)
+            self.layers.append(KV(k_PBGA, v_PBGA, kinds.index(spec)))
         self.free_rows = list(reversed(range(max_leases)))
+        self.being_written: set[bytes] = set()  # keys of prompts' pages that some lease is about to publish
 
     @property
     def num_available(self) -> int:
-        """Pages that could be taken now: free or cached."""
-        return min(pool.num_available for pool in self.pools)
+        """Pages that could be had now in every group."""
+        return min(group.num_available for group in self.groups)
+
+    @property
+    def capacity(self) -> float:
+        """Tokens that one lease can hold; layers with windows set no limit if their window fits."""
+        return min(math.inf if group.window and group.pool.num_pages >= group.most_pages
+                   else group.pool.num_pages * self.page_size for group in self.groups)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -126,37 +185,79 @@ class Cache:
     def open(self, lease: Lease) -> None:
         """Gives a closed lease a page table, of no pages."""
         lease.row = self.free_rows.pop()
-        lease.pages = [[] for _ in self.pools]
+        lease.pages = [[] for _ in self.groups]
+        lease.promised = [0] * len(self.groups)
         lease.num_published = 0
 
     def match(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Puts the longest cached prefix of `tokens` into a lease of no pages; returns how many tokens it covers.
 
-        At least one token is left to compute: the last one's logits are wanted. The pages found are held from now on.
+        At least one token is left to compute: the last one's logits are wanted. The pages found are held from now on;
+        of layers with a window those that the next token sees.
         """
+        lease.num_published = num_hit = self._find(lease, tokens)
+        for place, group in enumerate(self.groups):
+            first = group.first_in_sight(num_hit * self.page_size)
+            page_ids = [group.pool.index[key] for key in lease.keys[first:num_hit]]
+            for page_id in page_ids:
+                group.pool.hold(page_id)
+            lease.pages[place] = [None] * first
+            self._append_pages(lease, place, page_ids)
+        return num_hit * self.page_size
+
+    def count_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens `match` would find now."""
+        return self._find(Lease(), tokens) * self.page_size
+
+    def _find(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Pages of the longest prefix of which every group has what the next token sees."""
         if not self.prefix:
             return 0
-        num_whole = (len(tokens) - 1) // self.page_size
+        num_whole = max(0, len(tokens) - 1) // self.page_size
         self._extend_keys(lease, tokens, num_whole)
-        found = [[pool.index.get(key) for key in lease.keys[:num_whole]] for pool in self.pools]
-        while lease.num_published < num_whole and all(ids[lease.num_published] is not None for ids in found):
-            lease.num_published += 1
-        for group, (pool, page_ids) in enumerate(zip(self.pools, found)):
-            for page_id in page_ids[: lease.num_published]:
-                pool.hold(page_id)
-            self._append_pages(lease, group, page_ids[: lease.num_published])
-        return lease.num_published * self.page_size
+        num_hit = min((group.num_leading(lease.keys[:num_whole]) for group in self.groups if not group.window),
+                      default=num_whole)
+        windows = [(group, group.runs(lease.keys[:num_hit])) for group in self.groups if group.window]
+        return next(n for n in range(num_hit, -1, -1)
+                    if all(run[n] >= n - group.first_in_sight(n * self.page_size) for group, run in windows))
 
-    def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Gives an open lease pages for `num_tokens` tokens in all. False, with nothing changed, if there are too few.
-        """
-        num_wanted = self.pages_for(num_tokens)
-        for pages, pool in zip(lease.pages, self.pools):
-            if num_wanted - len(pages) > pool.num_available:
+    def awaits(self, lease: Lease, tokens: Sequence[int]) -> bool:
+        """Whether the page after those that `match` found is being written under another lease: worth waiting for."""
+        has_next = self.prefix and lease.num_published < (len(tokens) - 1) // self.page_size
+        return has_next and lease.keys[lease.num_published] in self.being_written
+
+    def grow(self, lease: Lease, num_tokens: int, spare: int = 0, writes: int = 0) -> bool:
+        """Gives an open lease room for `num_tokens` tokens in all, if `spare` pages are left over then; else False, and
+        nothing changed. The pages that the first `writes` tokens fill are announced: others may wait for them instead
+        of computing the same."""
+        wanted = [min(self.pages_for(num_tokens), group.most_pages) for group in self.groups]
+        for place, group in enumerate(self.groups):
+            num_lacking = wanted[place] - (lease.promised[place] if group.window else len(lease.pages[place]))
+            if num_lacking > 0 and num_lacking + spare > group.num_available:
                 return False
-        for group, pages in enumerate(lease.pages):
-            self._append_pages(lease, group, [self.pools[group].take() for _ in range(num_wanted - len(pages))])
+        for place, group in enumerate(self.groups):
+            group.num_promised += max(0, wanted[place] - lease.promised[place])
+            lease.promised[place] = max(wanted[place], lease.promised[place])
+            if not group.window:
+                self._take(lease, place, wanted[place])
+        if writes and self.prefix:
+            new = lease.keys[lease.num_published : writes // self.page_size]
+            lease.writes = [key for key in new if key not in self.being_written]
+            self.being_written.update(lease.writes)
         return True
+
+    def reach(self, lease: Lease, start: int, end: int) -> None:
+        """Makes ready for a chunk of tokens: layers with a window drop what its first token does not see any more, and
+        take, of what is promised, pages for its last."""
+        for place, group in enumerate(self.groups):
+            if group.window:
+                pages = lease.pages[place]
+                for i in range(group.first_in_sight(start) - 1, -1, -1):
+                    if i >= len(pages) or pages[i] is None:
+                        break
+                    group.pool.drop(pages[i])
+                    pages[i] = None
+                self._take(lease, place, self.pages_for(end))
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
         """Publishes the lease's pages that `num_computed` tokens have filled since the last call."""
@@ -165,27 +266,45 @@ class Cache:
             return
         self._extend_keys(lease, tokens, num_full)
         for i in range(lease.num_published, num_full):
-            for pool, pages in zip(self.pools, lease.pages):
-                pool.publish(pages[i], lease.keys[i])
+            for group, pages in zip(self.groups, lease.pages):
+                group.pool.publish(pages[i], lease.keys[i])
         lease.num_published = num_full
+        index = self.groups[0].pool.index
+        self._end_writes(lease, sum(1 for _ in takewhile(index.__contains__, lease.writes)))
 
     def release(self, lease: Lease) -> None:
         """Closes an open lease. Published pages stay cached."""
-        for pool, pages in zip(self.pools, lease.pages):
+        for group, pages, num_promised in zip(self.groups, lease.pages, lease.promised):
             for page_id in reversed(pages):  # tails first: a prefix must outlive what follows it
-                pool.drop(page_id)
-        lease.pages = []
+                if page_id is not None:
+                    group.pool.drop(page_id)
+            group.num_promised -= num_promised
+        self._end_writes(lease, len(lease.writes))
+        lease.pages, lease.promised = [], []
         self.free_rows.append(lease.row)
         lease.row = None
 
-    def _append_pages(self, lease: Lease, group: int, page_ids: list[int]) -> None:
+    def _end_writes(self, lease: Lease, num_keys: int) -> None:
+        self.being_written.difference_update(lease.writes[:num_keys])
+        lease.writes = lease.writes[num_keys:]
+
+    def _take(self, lease: Lease, place: int, num_pages: int) -> None:
+        num_new = num_pages - len(lease.pages[place])
+        if num_new > 0:
+            self._append_pages(lease, place, self.groups[place].pool.take(num_new))
+
+    def _append_pages(self, lease: Lease, place: int, page_ids: list[int]) -> None:
         if page_ids:
-            held = lease.pages[group]
-            self.tables[group][lease.row, len(held) : len(held) + len(page_ids)] = torch.tensor(page_ids)
+            held = lease.pages[place]
+            self.groups[place].table[lease.row, len(held) : len(held) + len(page_ids)] = torch.tensor(page_ids)
             held.extend(page_ids)
 
     def _extend_keys(self, lease: Lease, tokens: Sequence[int], num_pages: int) -> None:
-        for i in range(len(lease.keys), num_pages):
-            page_tokens = array("i", tokens[i * self.page_size : (i + 1) * self.page_size])
-            parent = lease.keys[-1] if lease.keys else b""
-            lease.keys.append(blake2b(parent + page_tokens.tobytes(), digest_size=16).digest())
+        first, nbytes = len(lease.keys), 4 * self.page_size
+        if num_pages <= first:
+            return
+        raw = array("i", tokens[first * self.page_size : num_pages * self.page_size]).tobytes()
+        key = lease.keys[-1] if lease.keys else b""
+        for offset in range(0, len(raw), nbytes):
+            key = blake2b(key + raw[offset : offset + nbytes], digest_size=16).digest()
+            lease.keys.append(key)

@@ -55,7 +55,7 @@ class Batch:
         request_T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(starts_S1).diff())
         page_T, place_T = position_T // cache.page_size, position_T % cache.page_size
         num_pages = cache.pages_for(max(lengths_S))
-        tables_SM = tuple(table[list(rows), :num_pages] for table in cache.tables)
+        tables_SM = tuple(group.table[list(rows), :num_pages] for group in cache.groups)
         slots_T = tuple(table_SM[request_T, page_T].long() * cache.page_size + place_T for table_SM in tables_SM)
         token_T = torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
         return Batch(token_T, position_T, slots_T, tables_SM, starts_S1, lengths_S,

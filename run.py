@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from engine import Engine, EngineConfig, Output
     from families import LayerConfig, ModelConfig
     from sampling import SamplingParams
-    from scheduler import Request
+    from scheduler import AdmissionClass, Request
     from tokenizer import Tokenizer
 
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
@@ -318,7 +319,11 @@ def load_engine(args: argparse.Namespace) -> Engine:
         torch.set_num_threads(args.threads or usable_cores())
     model = load_model(checkpoint, getattr(torch, dtype_names(config, args)[0]), context=args.context)
     warn(model.notes)
-    return Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
+    engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
+    if args.trace is not None:
+        trace = open(args.trace, "w", encoding="utf-8", buffering=1)
+        engine.on_step = lambda step: trace.write(json.dumps(step, ensure_ascii=False) + "\n")
+    return engine
 
 
 def make_engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -331,9 +336,20 @@ def make_engine_config(args: argparse.Namespace) -> EngineConfig:
             page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
             cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
             max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
-            prefix_cache=not args.no_prefix_cache)
+            prefix_cache=not args.no_prefix_cache, classes=admission_classes(args.classes),
+            usual_class="batch" if args.command == "batch" else "interactive")
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def admission_classes(given: Sequence[tuple[str, dict]]) -> tuple[AdmissionClass, ...]:
+    """The default classes with the settings that --class gives, and the classes that it adds."""
+    from scheduler import DEFAULT_CLASSES, AdmissionClass
+
+    classes = {cls.name: cls for cls in DEFAULT_CLASSES}
+    for name, settings in given:
+        classes[name] = replace(classes.get(name, AdmissionClass(name)), **settings)
+    return tuple(classes.values())
 
 
 def open_checkpoint(args: argparse.Namespace) -> Checkpoint:

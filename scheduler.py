@@ -1,4 +1,4 @@
-"""Which tokens run in the next step: requests, the waiting line, the plan and its commit, preemption.
+"""Which tokens run in the next step: requests, admission classes, the plan and its commit, preemption.
 
 Owns requests' progress and the decision who gets tokens and pages. Knows nothing of tensors, text or models.
 A request is two numbers, computed and wanted; `plan` closes the gap within the step's budget, whether it is a prompt
@@ -7,10 +7,42 @@ of thousands or one decoded token. Start at `Request`, then `Scheduler.plan`.
 
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvcache import Cache, Lease
 from sampling import Sampler, SamplingParams
+
+LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
+LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
+PATIENCE = 16  # steps' worth of its share that a class lets those above it have before it takes its share back
+
+
+@dataclass(frozen=True)
+class AdmissionClass:
+    """Requests that are treated alike. `share` of the step's tokens and `reserved_pages` (less than 1: as a share of
+    the cache) are the class's own while it has work; what it leaves is lent to others, and taken back."""
+
+    name: str
+    priority: int = 0  # the higher is served first
+    share: float = 0.0
+    reserved_pages: float = 0
+    max_waiting: int | None = None  # requests
+    max_tokens: int | None = None  # of one request, prompt and answer
+
+    def __post_init__(self):
+        for name, allowed, ok in (
+                ("share", "from 0 to 1", 0 <= self.share <= 1),
+                ("reserved_pages", "at least 0", self.reserved_pages >= 0),
+                ("max_waiting", "at least 1", self.max_waiting is None or self.max_waiting >= 1),
+                ("max_tokens", "at least 2", self.max_tokens is None or self.max_tokens >= 2)):
+            if not ok:
+                raise ValueError(f"class {self.name}: {name} is {getattr(self, name)} but must be {allowed}")
+
+
+DEFAULT_CLASSES = (AdmissionClass("interactive", priority=2, share=0.5), AdmissionClass("batch", priority=1, share=0.3),
+                   AdmissionClass("long", priority=0, share=0.2))
 
 
 @dataclass(eq=False)
@@ -26,6 +58,7 @@ class Request:
     tokens: list[int]  # prompt, then answer
     sampler: Sampler
     submitted_s: float
+    class_name: str = "interactive"
     deadline_s: float | None = None
     num_prompt: int = 0
     num_computed: int = 0  # tokens whose keys and values lie in the cache
@@ -79,32 +112,128 @@ class Chunk:
         return self.end == len(self.request.tokens)
 
 
-class Scheduler:
-    """First come, first served over one cache, at most `max_requests` running at a time."""
+@dataclass
+class Line:
+    """One admission class at work: who waits, who runs, and the tokens it was passed over for."""
 
-    def __init__(self, cache: Cache, max_requests: int):
+    cls: AdmissionClass
+    share: float
+    num_reserved: int  # pages
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)  # in the order of admission
+    debt: float = 0.0  # tokens of its share that went to higher classes since it was last served
+
+    @property
+    def num_held(self) -> int:
+        return sum(request.lease.num_pages for request in self.running)
+
+
+class Scheduler:
+    """Classes by priority, within a class first come, first served; at most `max_requests` run at a time."""
+
+    def __init__(self, cache: Cache, max_requests: int, classes: Iterable[AdmissionClass] = DEFAULT_CLASSES):
         self.cache, self.max_requests = cache, max_requests
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in the order of admission
+        ranked = sorted(classes, key=lambda cls: -cls.priority)
+        scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
+        self.lines = {cls.name: Line(cls, cls.share / scale, self._pages(cls.reserved_pages)) for cls in ranked}
+        if sum(line.num_reserved for line in self.lines.values()) > cache.num_pages:
+            raise ValueError(f"the classes reserve {sum(line.num_reserved for line in self.lines.values())} pages but "
+                             f"the cache has {cache.num_pages}: lower some")
+
+    def _pages(self, reserved: float) -> int:
+        return int(reserved * self.cache.num_pages) if reserved < 1 else int(reserved)
+
+    # ---- in and out ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Puts a request at the end of its class's line; ValueError if that is full or the request too long for it."""
+        line = self.lines.get(request.class_name)
+        if line is None:
+            raise ValueError(f"class {request.class_name!r} is unknown: known are {', '.join(self.lines)}")
+        cls = line.cls
+        if cls.max_waiting is not None and len(line.waiting) >= cls.max_waiting:
+            raise ValueError(f"{len(line.waiting)} requests of class {cls.name} are waiting, its limit is "
+                             f"{cls.max_waiting}: try again later or raise max-waiting")
+        if cls.max_tokens is not None and request.num_prompt >= cls.max_tokens:
+            raise ValueError(f"the prompt has {request.num_prompt} tokens but a request of class {cls.name} has at "
+                             f"most {cls.max_tokens}, one of them for the answer: shorten it or name another class")
+        line.waiting.append(request)
+
+    def class_of(self, tokens: Sequence[int], usual: str) -> str:
+        """The class of a request that names none: long if much of it has to be computed, else the `usual` one."""
+        is_long = len(tokens) > LONG_TOKENS and len(tokens) - self.cache.count_cached(tokens) > LONG_TOKENS
+        return "long" if is_long and "long" in self.lines else usual
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for line in self.lines.values() for request in line.running]
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out of the line or out of the running, with all it holds."""
+        line = self.lines[request.class_name]
+        if request in line.running:
+            line.running.remove(request)
+            self.cache.release(request.lease)
+        else:
+            line.waiting.remove(request)
+
+    # ---- the plan -----------------------------------------------------------------------------------------------
 
     def plan(self, budget_tokens: int) -> list[Chunk]:
-        """The next step's chunks, at most `budget_tokens` tokens in all; pages for them are held when it returns."""
-        num_preempted = self._hold_pages()
-        # A token for everyone who runs comes before a second one for anybody: a long prompt never stalls the decodes.
+        """The next step's chunks, at most `budget_tokens` tokens in all; pages for them are held when it returns.
+
+        A token for everyone who runs comes before a second one for anybody: a long prompt never stalls the decodes.
+        Then the classes read prompts in the order of priority, each as far as `_reads` allows.
+        """
+        can_admit = self._hold_pages() == 0
         granted = {request: 1 for request in self.running[:budget_tokens]}
         left = budget_tokens - len(granted)
-        for request in granted:
-            extra = min(request.want - 1, left)
-            granted[request] += extra
-            left -= extra
-        while left and not num_preempted and self._admit():
-            request = self.running[-1]
+        owed = {name: self._owed(line, budget_tokens) for name, line in self.lines.items()}
+        num_used = len(granted)
+        above_reads = above_runs = False
+        for name, line in self.lines.items():
+            taken_back = owed.pop(name)
+            limit = left - min(sum(owed.values()), left)  # what is owed to the classes below is theirs
+            if above_reads:
+                limit = taken_back
+            elif above_runs:
+                limit = max(taken_back, budget_tokens // LENT_SHARE)
+            num_read = self._read(line, granted, min(limit, left), can_admit)
+            left -= num_read
+            num_used += num_read
+            self._settle(line, num_read, num_used, above_reads)
+            above_reads = above_reads or num_read > 0
+            above_runs = above_runs or bool(line.running)
+        chunks = [Chunk(request, request.num_computed, request.num_computed + n) for request, n in granted.items()]
+        for chunk in chunks:
+            self.cache.reach(chunk.request.lease, chunk.start, chunk.end)
+        return chunks
+
+    def _owed(self, line: Line, budget_tokens: int) -> int:
+        """Tokens that a class takes back now from those above it: its share of the step, once they have read as much of
+        its share as PATIENCE steps hold without a pause."""
+        return int(line.share * budget_tokens) if line.debt >= PATIENCE * budget_tokens else 0
+
+    def _settle(self, line: Line, num_read: int, num_used: int, passed_over: bool) -> None:
+        wants = bool(line.waiting) or any(request.want > 1 for request in line.running)
+        if not wants or not passed_over:
+            line.debt = 0.0
+        else:
+            line.debt += line.share * num_used - num_read
+
+    def _read(self, line: Line, granted: dict[Request, int], limit: int, can_admit: bool) -> int:
+        """Grants tokens of prompts, in order of arrival: how many, at most `limit`."""
+        left = limit
+        for request in line.running:
+            if request in granted:
+                extra = min(request.want - granted[request], left)
+                granted[request] += extra
+                left -= extra
+        while left > 0 and can_admit and self._admit(line):
+            request = line.running[-1]
             granted[request] = min(request.want, left)
             left -= granted[request]
-        return [Chunk(request, request.num_computed, request.num_computed + n) for request, n in granted.items()]
+        return limit - left
 
     def commit(self, chunk: Chunk) -> None:
         """Notes that a chunk has been computed, and publishes the pages it filled."""
@@ -112,49 +241,78 @@ class Scheduler:
         request.num_computed = chunk.end
         self.cache.publish(request.lease, request.tokens, request.num_computed)
 
-    def remove(self, request: Request) -> None:
-        """Takes a request out of the line or out of the running, with all it holds."""
-        if request in self.running:
-            self.running.remove(request)
-            self.cache.release(request.lease)
-        else:
-            self.waiting.remove(request)
+    # ---- pages --------------------------------------------------------------------------------------------------
 
     def _hold_pages(self) -> int:
-        """Pages for every token of those who run, the oldest first; the youngest give theirs up where there are too
-        few. Returns how many were preempted."""
-        num_preempted = 0
-        for request in list(self.running):
-            while request in self.running and not self.cache.grow(request.lease, len(request.tokens)):
-                self._preempt(self.running[-1])
+        """Pages for every token of those who run, higher classes and older requests first; where there are too few,
+        somebody gives theirs up. Returns how many were preempted."""
+        num_preempted = sum(self._take_back(line) for line in self.lines.values())
+        for request in self.running:
+            line = self.lines[request.class_name]
+            while request in line.running and not self.cache.grow(request.lease, len(request.tokens)):
+                self._preempt(self._victim(line))
                 num_preempted += 1
         return num_preempted
 
+    def _take_back(self, line: Line) -> int:
+        """Preempts others for the head of a line that its class's reserve would hold: how many."""
+        num_preempted = 0
+        while line.waiting and len(self.running) < self.max_requests:
+            num_wanted = self.cache.pages_for(len(line.waiting[0].tokens))
+            others = [other for other in reversed(self.lines.values())
+                      if other is not line and other.running and other.num_held > other.num_reserved]
+            fits_reserve = line.num_held + num_wanted <= line.num_reserved
+            if not fits_reserve or num_wanted + len(self.running) <= self.cache.num_available or not others:
+                break
+            self._preempt(others[0].running[-1])
+            num_preempted += 1
+        return num_preempted
+
+    def _victim(self, asker: Line) -> Request:
+        """The youngest of the lowest class that is not above the asker's, and of those above it that hold more than
+        their reserve if the asker's holds less than its own."""
+        below_reserve = asker.num_held < asker.num_reserved
+        for line in reversed(self.lines.values()):
+            is_open = line is asker or line.num_held > line.num_reserved
+            if line.running and is_open and (line.cls.priority <= asker.cls.priority or below_reserve):
+                return line.running[-1]
+        raise AssertionError("the asker itself runs")
+
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the line. Its tokens stay; what it computed is computed again, less what is still cached
+        """Back to the head of its line. Its tokens stay; what it computed is computed again, less what is still cached
         when its turn comes."""
-        self.running.remove(request)
+        line = self.lines[request.class_name]
+        line.running.remove(request)
         self.cache.release(request.lease)
         request.num_computed = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        line.waiting.appendleft(request)
 
-    def _admit(self) -> bool:
-        """Admits the head of the line if pages for all its tokens, and one more for each who runs, can be had: one
-        admitted with less would soon be thrown out again."""
-        if not self.waiting or len(self.running) == self.max_requests:
+    def _admit(self, line: Line) -> bool:
+        """Admits the first of the line that need not wait for pages which a running request is about to publish."""
+        if len(self.running) >= self.max_requests:
             return False
-        request = self.waiting[0]
-        self.cache.open(request.lease)
-        num_cached = self.cache.match(request.lease, request.tokens)
-        num_pages = self.cache.pages_for(len(request.tokens)) - self.cache.pages_for(num_cached)
-        spare = len(self.running)
-        if num_pages + spare > self.cache.num_available or not self.cache.grow(request.lease, len(request.tokens)):
-            self.cache.release(request.lease)
-            return False
-        self.running.append(self.waiting.popleft())
-        request.num_computed = num_cached
-        if request.admitted_s is None:
-            request.admitted_s = time.perf_counter()
-            request.num_cached = num_cached
-        return True
+        for place, request in enumerate(islice(line.waiting, self.max_requests)):
+            self.cache.open(request.lease)
+            num_cached = self.cache.match(request.lease, request.tokens)
+            if self.cache.awaits(request.lease, request.tokens):
+                self.cache.release(request.lease)
+            elif self._fits(line, request):
+                del line.waiting[place]
+                line.running.append(request)
+                request.num_computed = num_cached
+                if request.admitted_s is None:
+                    request.admitted_s = time.perf_counter()
+                    request.num_cached = num_cached
+                return True
+            else:
+                self.cache.release(request.lease)
+                return False
+        return False
+
+    def _fits(self, line: Line, request: Request) -> bool:
+        """Takes pages for all tokens of a request with an open lease, if there are so many beside what other classes
+        wait to have of their reserve, and one more for each who runs: with less it would soon be thrown out again."""
+        kept = sum(max(0, other.num_reserved - other.num_held) for other in self.lines.values()
+                   if other is not line and other.waiting)
+        return self.cache.grow(request.lease, len(request.tokens), kept + len(self.running), request.num_prompt)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import tiny
 from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
+from kvcache import Lease
 from model import load_model
 from sampling import SamplingParams
 from vocab import load_tokenizer
@@ -381,3 +383,97 @@ def test_any_mix_equals_alone(llama, kinds, max_step_tokens, num_pages, prefix_c
         engine.step()
     for prompt, p, request in zip(prompts, params, requests):
         assert request.output_ids == make_engine(llama).generate([prompt], p)[0].token_ids
+
+
+def test_layers_with_windows_need_no_more_than_their_window(tmp_path):
+    """A prompt of 40 pages in a cache of 8; and it can be found again as far as the window's pages are still there."""
+    folder = tiny.tiny_qwen2(tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    loaded, prompt = load(folder), [i * i % 251 for i in range(317)]
+    cold = run(loaded, [prompt], prefix_cache=False)
+    engine = make_engine(loaded, num_pages=8, max_step_tokens=16)
+    assert engine.capacity == 512
+    request = engine.submit(prompt, GREEDY)
+    while engine.has_work:
+        engine.step()
+        assert engine.stats.held_pages <= (8 + 16) // 8 + 2
+    again = engine.generate([prompt + cold[0]], GREEDY)[0].request
+    assert [request.output_ids] == cold and again.num_cached == 328
+    assert [again.output_ids] == run(loaded, [prompt + cold[0]], prefix_cache=False)
+    edited = prompt[:200] + [9] * 50  # of its beginning the window's pages are gone
+    assert run(loaded, [edited], prefix_cache=False) == [engine.generate([edited], GREEDY)[0].token_ids]
+
+
+class Operations(RuleBasedStateMachine):
+    """Anything done in any order to an engine with a tiny cache: the books agree after every step, a published page
+    holds what its prefix computes to, and every finished request has the tokens it has alone."""
+
+    loaded = None  # set below
+
+    def __init__(self):
+        super().__init__()
+        self.engine = make_engine(self.loaded, num_pages=12, max_requests=4, max_step_tokens=16)
+        self.alone = make_engine(self.loaded, prefix_cache=False)
+        self.requests = []
+
+    @rule(prefix=st.integers(0, 3), num_own=st.integers(1, 20), max_tokens=st.integers(1, 12), hot=st.booleans(),
+          class_name=st.sampled_from(["interactive", "batch", "long"]))
+    def submit(self, prefix, num_own, max_tokens, hot, class_name):
+        prompt = [7] * 8 * prefix + [num_own] * num_own
+        params = SamplingParams(max_tokens=max_tokens, temperature=float(hot), seed=num_own, ignore_eos=True)
+        self.requests.append(self.engine.submit(prompt, params, class_name=class_name))
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps):
+        for _ in range(num_steps):
+            self.engine.step()
+
+    @rule(which=st.integers(0, 50))
+    def abort(self, which):
+        if self.requests:
+            self.engine.abort(self.requests[which % len(self.requests)])
+
+    @invariant()
+    def the_books_agree(self):
+        cache, running = self.engine.cache, self.engine.scheduler.running
+        for group, pool in enumerate(group.pool for group in cache.groups):
+            held = [page_id for request in running for page_id in request.lease.pages[group] if page_id is not None]
+            assert sorted(pool.free + list(pool.cached) + list(set(held))) == list(range(12))
+            assert [held.count(page_id) for page_id in range(12)] == pool.holders
+            for request in running:  # what is still written to is nobody else's
+                for page_id in request.lease.pages[group][request.num_computed // 8 :]:
+                    assert pool.holders[page_id] == 1
+            if cache.groups[group].window:  # no more than the window and a chunk of each request
+                assert all(len(request.lease.pages[group]) - request.lease.pages[group].count(None) <= (8 + 16) // 8 + 2
+                           for request in running)
+        assert cache.being_written == {key for request in running for key in request.lease.writes}
+
+    def teardown(self):
+        engine, cache = self.engine, self.engine.cache
+        while engine.has_work:
+            engine.step()
+        for request in self.requests:
+            if request.finish_reason != "cancelled":
+                assert self.alone.generate([request.prompt_ids], request.params)[0].token_ids == request.output_ids
+        assert cache.num_available == 12 and len(cache.free_rows) == 4 and not cache.being_written
+        for request in self.requests:
+            self.assert_pages_hold(request)
+
+    def assert_pages_hold(self, request):
+        """The pages that would be found for this sequence, against a computation of it."""
+        fresh, (lease, theirs) = make_engine(self.loaded), (Lease(), Lease())
+        self.engine.cache.open(lease)
+        num_cached = self.engine.cache.match(lease, request.tokens)
+        fresh.generate([request.tokens], SamplingParams(max_tokens=1))
+        fresh.cache.open(theirs)
+        assert fresh.cache.match(theirs, request.tokens) >= num_cached
+        for ours, other in zip(self.engine.cache.layers, fresh.cache.layers):
+            pairs = zip(lease.pages[ours.group], theirs.pages[other.group])
+            for page_id, same in ((a, b) for a, b in pairs if a is not None and b is not None):
+                assert torch.allclose(ours.k_PBGA[page_id], other.k_PBGA[same], atol=1e-12)
+                assert torch.allclose(ours.v_PBGA[page_id], other.v_PBGA[same], atol=1e-12)
+        self.engine.cache.release(lease)
+
+
+def test_anything_in_any_order(loaded):
+    Operations.loaded = loaded
+    run_state_machine_as_test(Operations, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))

@@ -22,8 +22,9 @@ def open_lease(cache, tokens):
 
 def fill(cache, tokens):
     """What a request does that computes all of `tokens`, and ends."""
-    lease, _ = open_lease(cache, tokens)
+    lease, num_cached = open_lease(cache, tokens)
     assert cache.grow(lease, len(tokens))
+    cache.reach(lease, num_cached, len(tokens))
     cache.publish(lease, tokens, len(tokens))
     cache.release(lease)
 
@@ -44,7 +45,7 @@ def test_without_prefix_caching_nothing_is_found():
     cache = make_cache(prefix=False)
     fill(cache, list(range(20)))
     assert open_lease(cache, list(range(20)))[1] == 0
-    assert not cache.pools[0].cached
+    assert not cache.groups[0].pool.cached
 
 
 def test_grow_is_all_or_nothing():
@@ -62,7 +63,7 @@ def test_tails_are_evicted_before_the_prefixes_they_follow():
     fill(cache, list(range(32)))
     lease, _ = open_lease(cache, [])
     assert cache.grow(lease, 16)
-    assert cache.pools[0].num_evictions == 2
+    assert cache.groups[0].pool.num_evictions == 2
     assert open_lease(cache, list(range(33)))[1] == 16
 
 
@@ -72,11 +73,11 @@ def test_two_hold_one_page_and_it_outlives_the_first():
     fill(cache, tokens)
     first, _ = open_lease(cache, tokens)
     second, _ = open_lease(cache, tokens)
-    assert first.pages == second.pages and cache.pools[0].holders[first.pages[0][0]] == 2
+    assert first.pages == second.pages and cache.groups[0].pool.holders[first.pages[0][0]] == 2
     cache.release(first)
-    assert cache.pools[0].holders[second.pages[0][0]] == 1 and not cache.pools[0].cached
+    assert cache.groups[0].pool.holders[second.pages[0][0]] == 1 and not cache.groups[0].pool.cached
     cache.release(second)
-    assert len(cache.pools[0].cached) == 2
+    assert len(cache.groups[0].pool.cached) == 2
 
 
 def test_page_tables_follow_the_lease():
@@ -84,7 +85,7 @@ def test_page_tables_follow_the_lease():
     lease, _ = open_lease(cache, list(range(9)))
     for num_tokens in (8, 9, 40):
         cache.grow(lease, num_tokens)
-        assert cache.tables[0][lease.row, : len(lease.pages[0])].tolist() == lease.pages[0]
+        assert cache.groups[0].table[lease.row, : len(lease.pages[0])].tolist() == lease.pages[0]
 
 
 class Operations(RuleBasedStateMachine):
@@ -93,7 +94,7 @@ class Operations(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cache = make_cache(num_pages=7, specs=(FULL, WINDOW), max_leases=4)
-        self.content = [[None] * 7 for _ in self.cache.pools]  # what was last written to each page
+        self.content = [[None] * 7 for _ in self.cache.groups]  # what was last written to each page
         self.open: list[tuple[Lease, list[int]]] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40))
@@ -104,13 +105,14 @@ class Operations(RuleBasedStateMachine):
         assert num_cached < len(tokens)
         for group, pages in enumerate(lease.pages):
             for i, page_id in enumerate(pages):  # a hit holds exactly the prefix it stands for
-                assert self.content[group][page_id] == tokens[: (i + 1) * 8]
+                assert page_id is None or self.content[group][page_id] == tokens[: (i + 1) * 8]
         if not self.cache.grow(lease, len(tokens)):
             self.cache.release(lease)
             return
+        self.cache.reach(lease, num_cached, len(tokens))
         for group, pages in enumerate(lease.pages):
             for i, page_id in list(enumerate(pages))[num_cached // 8 :]:
-                assert self.cache.pools[group].holders[page_id] == 1  # nobody else sees a page that is written
+                assert self.cache.groups[group].pool.holders[page_id] == 1  # nobody else sees a page that is written
                 self.content[group][page_id] = tokens[: (i + 1) * 8]
         self.open.append((lease, tokens))
 
@@ -128,8 +130,8 @@ class Operations(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_in_one_place(self):
-        for group, pool in enumerate(self.cache.pools):
-            held = [page_id for lease, _ in self.open for page_id in lease.pages[group]]
+        for group, pool in enumerate(group.pool for group in self.cache.groups):
+            held = [page_id for lease, _ in self.open for page_id in lease.pages[group] if page_id is not None]
             assert sorted(pool.free + list(pool.cached) + list(set(held))) == list(range(7))
             assert [held.count(page_id) for page_id in range(7)] == pool.holders
             assert all(pool.keys[page_id] == key for key, page_id in pool.index.items())

@@ -126,14 +126,15 @@ def test_the_first_word_decides_the_command(call, monkeypatch):
     "--stop-token-ids 1,x", "--page-size 7", "--page-size 512", "--cache-memory 0", "--num-pages 0",
     "--cache-memory 1 --num-pages 5", "--max-step-tokens 0", "--max-requests 0", "-c 0", "--threads 0", "--deadline -1",
     "--dtype int4", "--device tpu", "--kernels fast", "--cache-dtype float8", "--unknown", "extra", "--promp x",
-    "--tp 0",
+    "--tp 0", "--class fast", "--class :share=1", "--class fast:speed=1", "--class fast:share=x",
+    "--class fast:share=2",
 ])
 def test_values_out_of_range_are_bad_usage(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()))
 
 
 @pytest.mark.parametrize("words", [
-    "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--class fast:priority=1", "--verify rejection",
+    "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--verify rejection",
     "--verify block", "--tp 2", "--pp 2", "--dp 2", "--prefill bfloat16", "--kernels native", "--device cuda",
     "--cache-dtype int8",
 ])

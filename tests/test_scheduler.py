@@ -1,23 +1,30 @@
 """scheduler.py: who gets tokens and pages, played through without a model; a step "draws" the token 1."""
 
-from kvcache import Cache, KVSpec
-from sampling import Sampler, SamplingParams
-from scheduler import Request, Scheduler
+import random
+from collections import deque
 
 import pytest
 import torch
 
+from kvcache import Cache, KVSpec
+from sampling import Sampler, SamplingParams
+from scheduler import DEFAULT_CLASSES, AdmissionClass, Request, Scheduler
 
-def make_scheduler(num_pages=32, max_requests=8, prefix=True):
+
+def make_scheduler(num_pages=32, max_requests=8, prefix=True, classes=DEFAULT_CLASSES):
     cache = Cache([KVSpec(1, 8, 8)], num_pages, 8, torch.float32, max_leases=max_requests, prefix=prefix)
-    return Scheduler(cache, max_requests)
+    return Scheduler(cache, max_requests, classes)
 
 
-def add(scheduler, prompt, id="r"):
+def add(scheduler, prompt, id="r", class_name="interactive"):
     params = SamplingParams(seed=0)
-    request = Request(id, params, list(prompt), Sampler(params, prompt, [], 100), submitted_s=0)
+    request = Request(id, params, list(prompt), Sampler(params, prompt, [], 100), submitted_s=0, class_name=class_name)
     scheduler.add(request)
     return request
+
+
+def waiting(scheduler):
+    return [request for line in scheduler.lines.values() for request in line.waiting]
 
 
 def step(scheduler, budget):
@@ -83,7 +90,7 @@ def test_the_youngest_gives_up_its_pages_and_comes_back():
     old, young = add(scheduler, range(15), "old"), add(scheduler, range(50, 65), "young")
     while not young.num_preemptions:
         step(scheduler, 64)
-    assert young.num_computed == 0 and young.num_output > 0 and scheduler.waiting[0] is young
+    assert young.num_computed == 0 and young.num_output > 0 and waiting(scheduler)[0] is young
     assert old.num_preemptions == 0
     num_drawn = young.num_output
     scheduler.remove(old)
@@ -112,5 +119,174 @@ def test_removing_frees_everything(num_steps):
     for _ in range(num_steps):
         step(scheduler, 8)
     scheduler.remove(request)
-    assert scheduler.cache.num_available == 32 and not scheduler.running and not scheduler.waiting
+    assert scheduler.cache.num_available == 32 and not scheduler.running and not waiting(scheduler)
     assert len(scheduler.cache.free_rows) == 8
+
+
+# ---- one prefix, several requests
+
+
+def test_a_prefix_being_read_is_waited_for_and_not_read_twice():
+    scheduler = make_scheduler(num_pages=64)
+    prefix = list(range(40))
+    first = add(scheduler, prefix + [1, 2], "first")
+    second = add(scheduler, prefix + [3, 4], "second")
+    other = add(scheduler, [77] * 10, "other")  # need not wait for anybody
+    assert set(step(scheduler, 100)) == {first, other}
+    assert step(scheduler, 100)[second] == 2 and second.num_cached == 40
+    assert first.lease.pages[0][:5] == second.lease.pages[0][:5]
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_reader_is_gone():
+    scheduler = make_scheduler(num_pages=64)
+    first, second = (add(scheduler, list(range(40)) + [i], f"r{i}") for i in range(2))
+    step(scheduler, 16)
+    assert second in waiting(scheduler)
+    scheduler.remove(first)
+    assert step(scheduler, 100)[second] == 41 - 16
+    assert not scheduler.cache.being_written - set(second.lease.keys)
+
+
+def test_many_with_one_prefix_compute_it_once():
+    scheduler = make_scheduler(num_pages=200, max_requests=32)
+    requests = [add(scheduler, list(range(80)) + [100 + i] * 5, f"r{i}") for i in range(32)]
+    num_computed = 0
+    while any(request.num_output < 2 for request in requests):
+        num_computed += sum(step(scheduler, 64).values())
+    assert num_computed <= 80 + 32 * 5 + 32 * 8  # once the prefix, each its own, and what they decode
+
+
+# ---- classes
+
+
+def test_a_higher_class_reads_first_and_the_lower_one_between_its_prompts():
+    scheduler = make_scheduler(num_pages=500, prefix=False)
+    low = add(scheduler, range(2000), "low", "batch")
+    assert step(scheduler, 64) == {low: 64}  # alone it has the whole step
+    high = add(scheduler, range(100), "high", "interactive")
+    assert step(scheduler, 64) == {low: 1, high: 63}
+    assert step(scheduler, 64) == {low: 1, high: 37}
+    assert step(scheduler, 64) == {low: 1 + 64 // 8, high: 1}  # beside its decoding, small chunks
+
+
+@pytest.mark.parametrize("class_name, share", [("batch", 0.3), ("long", 0.2)])
+def test_a_class_gets_its_share_of_a_stream_that_never_pauses(class_name, share):
+    scheduler = make_scheduler(num_pages=3000, max_requests=32, prefix=False)
+    low = add(scheduler, range(9000), "low", class_name)
+    num_steps = num_low = 0
+    while num_steps < 200:
+        while len(waiting(scheduler)) < 2:
+            add(scheduler, range(60), f"r{num_steps}{len(waiting(scheduler))}")
+        computed = step(scheduler, 64)
+        for request in computed:
+            if request is not low and request.num_output:
+                scheduler.remove(request)
+        if num_steps >= 100:  # its patience is over
+            num_low += computed.get(low, 0)
+        num_steps += 1
+    assert num_low >= share * 64 * 100 * 0.95
+
+
+def test_short_requests_pass_a_stream_of_long_ones():
+    scheduler = make_scheduler(num_pages=3000, prefix=False)
+    for i in range(4):
+        add(scheduler, range(3000), f"long{i}", "long")
+    step(scheduler, 64)
+    short = add(scheduler, range(20), "short")
+    step(scheduler, 64)
+    assert short.num_output == 1
+
+
+def test_the_lowest_class_gives_up_its_pages_first():
+    scheduler = make_scheduler(num_pages=8, prefix=False)
+    high, low = add(scheduler, range(20), "high"), add(scheduler, range(15), "low", "batch")
+    step(scheduler, 64)
+    while not low.num_preemptions:
+        step(scheduler, 64)
+        assert not high.num_preemptions
+    assert low in waiting(scheduler)
+
+
+def test_reserved_pages_are_lent_and_taken_back():
+    classes = (AdmissionClass("interactive", 2, 0.5), AdmissionClass("batch", 1, 0.3, reserved_pages=10))
+    scheduler = make_scheduler(num_pages=20, classes=classes, prefix=False)
+    greedy = [add(scheduler, range(56), f"greedy{i}") for i in range(2)]
+    step(scheduler, 200)
+    assert scheduler.running == greedy  # nobody of batch is there: its pages are lent
+    batch = add(scheduler, range(60), "batch", "batch")
+    for _ in range(2):
+        step(scheduler, 200)
+    assert batch in scheduler.running and greedy[1].num_preemptions == 1 and not greedy[0].num_preemptions
+
+
+def test_what_a_class_refuses_names_its_limit():
+    classes = (AdmissionClass("interactive", max_waiting=2, max_tokens=10),)
+    scheduler = make_scheduler(classes=classes)
+    with pytest.raises(ValueError, match="prompt has 10 tokens but a request of class interactive has at most 10"):
+        add(scheduler, range(10))
+    add(scheduler, [1]), add(scheduler, [2])
+    with pytest.raises(ValueError, match="2 requests of class interactive are waiting, its limit is 2"):
+        add(scheduler, [3])
+    with pytest.raises(ValueError, match="'gold' is unknown: known are interactive"):
+        add(scheduler, [3], class_name="gold")
+    for bad in ({"share": 1.5}, {"share": -1}, {"reserved_pages": -1}, {"max_waiting": 0}, {"max_tokens": 1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            AdmissionClass("x", **bad)
+    with pytest.raises(ValueError, match="36 pages but the cache has 32: lower some"):
+        make_scheduler(classes=[AdmissionClass("a", reserved_pages=20), AdmissionClass("b", reserved_pages=0.5)])
+    over = make_scheduler(classes=[AdmissionClass("a", share=0.9), AdmissionClass("b", share=0.3)])
+    assert [line.share for line in over.lines.values()] == pytest.approx([0.75, 0.25])
+
+
+def test_requests_that_name_no_class():
+    scheduler = make_scheduler(num_pages=3000)
+    tokens = list(range(9000))
+    assert scheduler.class_of(tokens, "batch") == "long" and scheduler.class_of(tokens[:8192], "batch") == "batch"
+    first = add(scheduler, tokens)
+    while not first.num_output:
+        step(scheduler, 512)
+    assert scheduler.class_of(tokens, "interactive") == "interactive"  # little of it is left to compute
+
+
+# ---- fairness, by simulation: a step takes 2 ms and 0.2 ms a token
+
+
+def simulate(num_long_tokens, seed, seconds=150, budget=512):
+    """Short requests (64 to 256 tokens in, 64 out) arrive at random at 80 % of what the machine can do, and one long
+    prompt among them: seconds to their first tokens while it is read, sorted, and seconds that it took."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_pages=16000, max_requests=256, prefix=False)
+    tokens_per_s = budget / (0.002 + 0.0002 * budget)
+    arrivals, now_s = [], 0.0
+    while now_s < seconds:
+        now_s += rng.expovariate(0.8 * tokens_per_s / (160 + 64))
+        arrivals.append((now_s, rng.randint(64, 256), "interactive"))
+    arrivals = deque(sorted(arrivals + ([(5.0, num_long_tokens, "long")] if num_long_tokens else [])))
+    ttft, long_s, now_s = [], None, 0.0
+    while arrivals or scheduler.running or waiting(scheduler):
+        while arrivals and arrivals[0][0] <= now_s:
+            submitted_s, num_tokens, class_name = arrivals.popleft()
+            request = add(scheduler, [0] * num_tokens, class_name=class_name)
+            request.submitted_s = submitted_s
+        computed = step(scheduler, budget)
+        now_s = now_s + 0.002 + 0.0002 * sum(computed.values()) if computed else arrivals[0][0]
+        for request in computed:
+            if request.num_output == 1 and request.class_name == "long":
+                long_s = now_s - request.submitted_s
+                scheduler.remove(request)
+            elif request.num_output == 1:
+                ttft.append((request.submitted_s, now_s - request.submitted_s))
+            elif request.num_output == 64:
+                scheduler.remove(request)
+    during = 5.0, 5.0 + (long_s or seconds)
+    return sorted(seconds for at, seconds in ttft if during[0] <= at <= during[1]), long_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 7])
+def test_a_long_prompt_and_many_short_ones_do_not_starve_each_other(seed):
+    without, _ = simulate(0, seed)
+    beside, long_s = simulate(100_000, seed)
+    assert beside[int(0.95 * len(beside))] <= 1.5 * without[int(0.95 * len(without))]
+    alone_s = 100_000 / (0.2 * 512 / (0.002 + 0.0002 * 512))  # with the capacity that the short ones leave
+    assert long_s <= 3 * alone_s
