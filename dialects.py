@@ -213,6 +213,8 @@ def openai_plan(fields: Mapping, tokenizer: Tokenizer, args) -> tuple[Sequence[l
     if not isinstance(body, dict):
         raise ValueError(f"body is {shown(body)} but must be an object")
     body = {name: value for name, value in body.items() if value is not None}
+    if not isinstance(body.get("model", ""), str):
+        raise ValueError(f"model is {shown(body['model'])} but must be a string")
     params = openai_params(url, body, args)
     if url == CHAT_URL:
         return [tokenizer.chat(read_messages(body.get("messages")))], params

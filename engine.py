@@ -8,6 +8,7 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
         print(completion.text)
 """
 
+import operator
 import os
 import time
 from collections import Counter
@@ -142,7 +143,7 @@ class Engine:
                class_name: str | None = None, deadline_s: float | None = None, show_special: bool = False) -> Request:
         """Queues one sample; its `params` get a random seed if they have none. A prompt given as text is continued as
         it stands. `deadline_s` seconds from now it ends as "cancelled". ValueError if it cannot be served."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self._token_ids(prompt)
         params = next(replace(params, num_samples=1).samples())
         self._check(tokens, params)
         self.num_submitted += 1
@@ -162,12 +163,25 @@ class Engine:
         self.ids.add(id)
         return request
 
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """The prompt as a list of ids that the model has; ValueError for anything else."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the prompt is text but the engine has no tokenizer: give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        try:
+            tokens = [operator.index(id) for id in prompt]
+        except TypeError:
+            raise ValueError(f"the prompt is {prompt!r:.60} but must be text or whole numbers, token ids") from None
+        vocab = self.model.config.vocab
+        unknown = next((id for id in tokens if not 0 <= id < vocab), None)
+        if unknown is not None:
+            raise ValueError(f"the prompt holds id {unknown} but the model has ids 0 to {vocab - 1}")
+        return tokens
+
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: give at least one token")
-        for id in tokens:
-            if not 0 <= id < self.model.config.vocab:
-                raise ValueError(f"the prompt holds id {id} but the model has ids 0 to {self.model.config.vocab - 1}")
         if len(tokens) >= self.capacity:
             limit, remedy = "context", "--context"
             if self.capacity < self.model.context:
@@ -249,7 +263,8 @@ class Engine:
     def _extend(self, request: Request, drawn: Drawn | None) -> Output:
         """Appends a drawn token and decides whether the request ends with it."""
         if drawn is None:
-            request.error = "non-finite logits: the weights or the arithmetic overflowed; try --dtype float32"
+            request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is banned; try "
+                             "--dtype float32 or fewer bans")
             return self._finish(request, "error")
         if request.first_token_s is None:
             request.first_token_s = time.perf_counter()
@@ -293,36 +308,52 @@ class Engine:
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
         """Every prompt's completions, all together in the engine: in the order of the prompts, `params.num_samples`
         for each."""
-        requests = [self.submit(prompt, sample) for prompt in prompts for sample in params.samples()]
-        while any(request.finish_reason is None for request in requests):
-            self.step()
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                requests += [self.submit(prompt, sample) for sample in params.samples()]
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:  # one that is refused takes the others with it, and so does an interrupt
+            for request in requests:
+                self.abort(request)
         return [Completion(r.text, r.output_ids, r.finish_reason, r.logprobs, r) for r in requests]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[Output]:
-        """One sample's outputs as they come. Leaving the iterator early aborts the request."""
+        """One sample's outputs as they come, whoever else steps the engine meanwhile. Leaving the iterator early aborts
+        the request."""
         request = self.submit(prompt, params)
+        num_pieces, num_tokens = 0, request.num_prompt
         try:
-            while request.finish_reason is None:
-                yield from (output for output in self.step() if output.request is request)
+            while request.finish_reason is None or num_pieces < len(request.pieces):
+                if num_pieces == len(request.pieces):
+                    self.step()
+                text, token_ids = "".join(request.pieces[num_pieces:]), request.tokens[num_tokens:]
+                num_pieces, num_tokens = len(request.pieces), len(request.tokens)
+                if text or token_ids or request.finish_reason is not None:
+                    yield Output(request, text, token_ids)
         finally:
             self.abort(request)
 
     def logits(self, ids: Sequence[int], first: int = 0) -> torch.Tensor:
         """Logits (len(ids) - first, V) after each of the tokens from place `first` on, of one sequence computed in
         chunks; nothing is drawn and nothing stays in the cache. The engine must be idle."""
-        if self.has_work or len(ids) > self.capacity:
-            raise ValueError(f"scoring {len(ids)} tokens needs an idle engine with room for them; it holds "
-                             f"{self.capacity}: raise --context or --cache-memory")
-        lease = Lease()
+        ids = self._token_ids(ids)
+        if self.has_work or not first < len(ids) <= self.capacity:
+            raise ValueError(f"scoring {len(ids)} tokens from place {first} on needs an idle engine with room for them; "
+                             f"it holds {self.capacity}: raise --context or --cache-memory")
+        lease, logits = Lease(), []
         self.cache.open(lease)
-        self.cache.grow(lease, len(ids))
-        logits = []
-        for start in range(0, len(ids), self.config.max_step_tokens):
-            chunk = ids[start : start + self.config.max_step_tokens]
-            self.cache.reach(lease, start, start + len(chunk))
-            batch = Batch.pack(self.cache, [lease.row], [chunk], [start], range(max(first - start, 0), len(chunk)))
-            logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
-        self.cache.release(lease)
+        try:
+            self.cache.grow(lease, len(ids))
+            for start in range(0, len(ids), self.config.max_step_tokens):
+                chunk = ids[start : start + self.config.max_step_tokens]
+                self.cache.reach(lease, start, start + len(chunk))
+                rows = range(max(first - start, 0), len(chunk))
+                batch = Batch.pack(self.cache, [lease.row], [chunk], [start], rows)
+                logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
+        finally:
+            self.cache.release(lease)
         return torch.cat(logits)
 
 
@@ -339,15 +370,14 @@ class Writer:
 
     def write(self, id: int, num_output: int) -> tuple[str, bool]:
         """Takes the answer's `num_output`th token: the text that is now certain, and whether the answer ends here."""
-        if id in self.end_ids:
-            shown = self.params.include_stop and self.stream
-            return self.stream.push(id) if shown else "", True
-        if self.stream is None:
-            return "", False
+        ends = id in self.end_ids
+        if self.stream is None or ends and not self.params.include_stop:
+            return "", ends
         text = self.stream.push(id)
         if num_output <= self.params.min_tokens or not self.params.stop:
-            return text, False
-        return self._search(text)
+            return text, ends
+        text, stopped = self._search(text)
+        return text, stopped or ends
 
     def _search(self, new: str) -> tuple[str, bool]:
         text = self.held + new

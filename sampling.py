@@ -189,7 +189,7 @@ def gumbel(seed: int, position: int, purpose: str, id_C: Tensor) -> Tensor:
     key = _mix((seed + GOLDEN * (1 + PURPOSES[purpose])) & MASK_64)
     key = _mix((key + GOLDEN * (1 + position)) & MASK_64)
     bits_C = _mix_tensor(id_C * _signed(GOLDEN) + _signed(key))
-    uniform_C = (((bits_C >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
+    uniform_C = (((bits_C >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52  # in (0, 1), both ends excluded
     return -torch.log(-torch.log(uniform_C))
 
 

@@ -161,6 +161,7 @@ def test_openais_defaults(engine, tmp_path):
 
 
 @pytest.mark.parametrize("line, complaint", [
+    ('{"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "a", "model": NaN}}', "model is NaN"),
     (chat_line("b", stream=True), "stream"),
     (chat_line("b", tools=[{"type": "function"}]), "tools"),
     (chat_line("b", response_format={"type": "json_object"}), "response_format"),

@@ -247,6 +247,13 @@ def test_a_stop_string_may_be_kept(script):
     assert say(script(ALPHABET), stop_token_ids=(ord("e"),)).text == "bcd"
 
 
+def test_what_is_held_back_comes_before_the_token_that_ends(script):
+    kept = {"include_stop": True, "stop_token_ids": (ord("d"),)}
+    assert say(script(ALPHABET), stop=("bcX",), **kept).text == "bcd"
+    assert say(script(ALPHABET), stop=("cd",), **kept).text == "bcd"
+    assert say(script(ALPHABET), stop=("bcd", "c"), **kept).text == "bc"
+
+
 def test_nothing_of_a_stop_string_is_ever_given_out(script):
     engine = make_engine(script(ALPHABET))
     request = engine.submit("a", SamplingParams(max_tokens=10, stop=("defgX", "ghi")))
@@ -356,6 +363,41 @@ def test_leaving_a_stream_aborts_it(llama):
         break
     del output
     assert not engine.has_work and engine.cache.num_available == engine.cache.num_pages
+
+
+def test_streams_beside_each_other_are_whole(llama):
+    engine = make_engine(llama)
+    alone = [engine.generate([PROMPTS[i]], GREEDY)[0] for i in (4, 5)]
+    streams = [engine.stream(PROMPTS[i], GREEDY) for i in (4, 5)]
+    given = [[], []]
+    for i in (0, 1, 0, 1, 1, 1):
+        given[i].append(next(streams[i]))
+    engine.generate([PROMPTS[2]], GREEDY)  # ends both meanwhile
+    for outputs, stream, whole in zip(given, streams, alone):
+        outputs += stream
+        assert sum((output.token_ids for output in outputs), []) == whole.token_ids
+        assert "".join(output.text for output in outputs) == whole.text
+
+
+@pytest.mark.parametrize("bad", [[1] * 513, [1.5], ["a"], [None], 7, [], [320]])
+def test_generate_is_all_or_nothing(llama, bad):
+    engine = make_engine(llama)
+    with pytest.raises(ValueError):
+        engine.generate([PROMPTS[3], bad], GREEDY)
+    assert not engine.has_work and engine.cache.num_available == engine.cache.num_pages
+    with pytest.raises(ValueError):
+        engine.logits(bad if bad else [], first=0)
+    assert engine.cache.num_available == engine.cache.num_pages and len(engine.cache.free_rows) == 64
+
+
+def test_without_a_tokenizer_prompts_are_ids(llama):
+    engine = Engine(llama[0], EngineConfig(num_pages=64))
+    assert engine.generate([PROMPTS[3]], GREEDY)[0].token_ids == make_engine(llama).generate(
+        [PROMPTS[3]], GREEDY)[0].token_ids
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.submit("text", GREEDY)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        engine.submit([1], SamplingParams(stop=("x",)))
 
 
 def test_abort_and_submit_again_many_times(llama):
