@@ -141,8 +141,9 @@ def submit(engine: Engine, args, dialect: "Dialect", record: Record, index: int)
     try:
         for prompt_ids in prompts:
             for sample in params.samples():
-                job.requests.append(engine.submit(prompt_ids, sample, class_name=record.fields.get("class"),
-                                                  deadline_s=args.deadline))
+                number = f"/{len(job.requests)}" if num_answers > 1 else ""
+                job.requests.append(engine.submit(prompt_ids, sample, id=f"{record.line}:{record.id}{number}",
+                                                  class_name=record.fields.get("class"), deadline_s=args.deadline))
     except ValueError:
         for request in job.requests:
             engine.abort(request)

@@ -263,8 +263,8 @@ class Engine:
     def _extend(self, request: Request, drawn: Drawn | None) -> Output:
         """Appends a drawn token and decides whether the request ends with it."""
         if drawn is None:
-            request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is banned; try "
-                             "--dtype float32 or fewer bans")
+            request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is banned; "
+                             "try --dtype float32 or fewer bans")
             return self._finish(request, "error")
         if request.first_token_s is None:
             request.first_token_s = time.perf_counter()
@@ -340,8 +340,8 @@ class Engine:
         chunks; nothing is drawn and nothing stays in the cache. The engine must be idle."""
         ids = self._token_ids(ids)
         if self.has_work or not first < len(ids) <= self.capacity:
-            raise ValueError(f"scoring {len(ids)} tokens from place {first} on needs an idle engine with room for them; "
-                             f"it holds {self.capacity}: raise --context or --cache-memory")
+            raise ValueError(f"scoring {len(ids)} tokens from place {first} on needs an idle engine with room for "
+                             f"them; it holds {self.capacity}: raise --context or --cache-memory")
         lease, logits = Lease(), []
         self.cache.open(lease)
         try:

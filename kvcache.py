@@ -148,8 +148,8 @@ class Group:
 class Cache:
     """`num_pages` pages of `page_size` tokens for every layer, in memory of `dtype` on `device`.
 
-    At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache), computed
-    in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits.
+    At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache),
+    computed in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits.
     """
 
     def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, dtype: torch.dtype,

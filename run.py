@@ -1,4 +1,4 @@
-"""The command line: `run.py generate`, `chat`, `batch`, `bench`, `perplexity`, `tokenize`, `info`, `models`.
+"""The command line: `run.py generate`, `chat`, `batch`, `bench`, `perplexity`, `tokenize`, `info`, `trace`, `models`.
 
 Owns exit statuses, what goes to stdout and what to stderr, and how a model file becomes an Engine. Knows nothing
 of tensors. A command imports what it needs when it needs it, so that help, `tokenize` and `info` answer without torch.
@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import (DTYPE_NBYTES, IDS, NOT_BUILT, SAMPLING_FIELDS, Command, UsageError, flag, make_parser, normalized,
-                   switch)
+from flags import (COUNT, DTYPE_NBYTES, IDS, NOT_BUILT, SAMPLING_FIELDS, Command, UsageError, flag, make_parser,
+                   normalized, switch, value)
 from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, warn
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
 LINE_END = re.compile(r"\r?\n\Z")
+WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  # less has no room for a picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -508,6 +509,14 @@ def models(args: argparse.Namespace) -> int:
     return 0
 
 
+def trace(args: argparse.Namespace) -> int:
+    import view
+
+    if args.last is not None and args.last < args.first:
+        raise UsageError(f"--from is {args.first} and --to is {args.last}: no step lies between them, raise --to")
+    return view.trace_main(args)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The commands
 
@@ -553,6 +562,13 @@ COMMANDS = {
     "info": Command(info, "tell what a model file holds", "[-m MODEL] [--json]", [
         switch("--json", "one JSON object"),
     ], ("model", "arithmetic")),
+    "trace": Command(trace, "draw what each step did, from the file that --trace wrote", "FILE [flags]", [
+        flag("file", metavar="FILE", help="the lines that --trace wrote"),
+        flag("--rows", type=COUNT, default=40, metavar="N", help="requests shown, the first (40)"),
+        flag("--width", type=WIDTH, metavar="N", help="default: the terminal's, 80 without one"),
+        flag("--from", type=COUNT, default=1, dest="first", metavar="STEP", help="the first step shown (1)"),
+        flag("--to", type=COUNT, dest="last", metavar="STEP", help="the last step shown"),
+    ], ()),
     "models": Command(models, "list the model folder", "[--fetch default|pair]", [
         flag("--fetch", choices=("default", "pair"), help="fetch the default model, or a pair for tests"),
     ], ()),

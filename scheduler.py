@@ -64,6 +64,7 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values lie in the cache
     num_cached: int = 0  # of the prompt, found in the cache at first admission
     num_preemptions: int = 0
+    preempted_at: int | None = None  # how many requests had left the scheduler when it was last preempted
     lease: Lease = field(default_factory=Lease)
     pieces: list[str] = field(default_factory=list)  # of the answer's text
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
@@ -133,6 +134,7 @@ class Scheduler:
 
     def __init__(self, cache: Cache, max_requests: int, classes: Iterable[AdmissionClass] = DEFAULT_CLASSES):
         self.cache, self.max_requests = cache, max_requests
+        self.num_left = 0  # requests that have ended, or were taken out
         ranked = sorted(classes, key=lambda cls: -cls.priority)
         scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
         self.lines = {cls.name: Line(cls, cls.share / scale, self._pages(cls.reserved_pages)) for cls in ranked}
@@ -171,6 +173,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of the line or out of the running, with all it holds."""
         line = self.lines[request.class_name]
+        self.num_left += 1
         if request in line.running:
             line.running.remove(request)
             self.cache.release(request.lease)
@@ -286,13 +289,18 @@ class Scheduler:
         self.cache.release(request.lease)
         request.num_computed = 0
         request.num_preemptions += 1
+        request.preempted_at = self.num_left
         line.waiting.appendleft(request)
 
     def _admit(self, line: Line) -> bool:
-        """Admits the first of the line that need not wait for pages which a running request is about to publish."""
-        if len(self.running) >= self.max_requests:
+        """Admits the first of the line that need not wait for pages which a running request is about to publish. One
+        that was preempted waits until somebody has left: it would soon be thrown out again."""
+        running = self.running
+        if len(running) >= self.max_requests:
             return False
         for place, request in enumerate(islice(line.waiting, self.max_requests)):
+            if running and request.preempted_at == self.num_left:
+                return False
             self.cache.open(request.lease)
             num_cached = self.cache.match(request.lease, request.tokens)
             if self.cache.awaits(request.lease, request.tokens):

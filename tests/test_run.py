@@ -78,7 +78,8 @@ def call(capsys, monkeypatch, tmp_path):
 def start(*words, env: dict | None = None, **options) -> subprocess.Popen:
     """Runs a command as a user does, in a process of its own."""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, str(ROOT / "run.py"), *words], env=os.environ | (env or {}), **options)
+    return subprocess.Popen([sys.executable, str(ROOT / "run.py"), *words], env=os.environ | (env or {}), bufsize=0,
+                            **options)  # unbuffered: communicate() would miss what a read had taken beyond its bytes
 
 
 def refused(result: Result, *parts: str, status: int = 2) -> None:

@@ -15,7 +15,7 @@ ORDER = (
     "kernels vocab tokenizer checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
-NO_TORCH = ("flags", "vocab", "tokenizer", "checkpoint", "families", "quant", "hub", "terminal")
+NO_TORCH = ("view", "flags", "vocab", "tokenizer", "checkpoint", "families", "quant", "hub", "terminal")
 # May print, parse arguments and read the environment.
 TERMINAL = ("run", "flags", "chat", "batch", "bench", "view", "terminal")
 MAX_LINE, MAX_FUNCTION, MAX_MODULE = 120, 80, 900

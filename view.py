@@ -1,0 +1,322 @@
+"""Pictures in the terminal: what each step of a run did (`run.py trace`).
+
+Owns how numbers become characters: marks, bars, colours, and what fits the width. Knows nothing of engines: it reads
+the lines that `--trace` writes. No torch. Start at `trace_main`; what any picture is made of stands at the end.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+from terminal import decode_utf8, is_dumb, is_terminal, warn
+
+Piece = tuple[str, str]  # a text and its style: the parameters of an SGR escape sequence, "" for none
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step trace: a row a request, a column a step
+
+
+class Kind(IntEnum):
+    """What a step did for a request. Where several steps share a column, the first of these that occurs is shown."""
+
+    PREEMPTED = 0
+    HIT = 1
+    PREFILL = 2
+    DRAFTS = 3
+    DECODE = 4
+    WAITS = 5
+
+
+class Mark(NamedTuple):
+    glyphs: str  # if several, by the number of tokens
+    style: str
+    meaning: str
+
+
+MARKS = {
+    Kind.WAITS: Mark("·", "2", "waits"),
+    Kind.HIT: Mark("◆", "1;35", "admitted, prefix cached"),
+    Kind.PREFILL: Mark("░▒▓█", "36", "prompt, up to {most_tokens} tokens a step"),
+    Kind.DECODE: Mark("─", "32", "answer, a token a step"),
+    Kind.DRAFTS: Mark("═", "32", "answer, with drafts"),
+    Kind.PREEMPTED: Mark("×", "1;31", "preempted, waits again"),
+}
+# The rows under the requests: which of a column's sums, what it is called, its style.
+BARS = [("tokens", "tokens a step", "36"), ("ms", "ms a step", ""), ("held", "pages held", "33"),
+        ("shared", "pages shared", "35"), ("cached", "pages cached", "34"), ("free", "pages free", "2")]
+MAX_COLUMNS = 2048  # kept while a trace is read, however long; to draw them, several are joined
+MAX_NAME = 16  # characters shown of a request's id
+
+# The fields of a step's line, and of the objects in it.
+STEP = {"step": int, "ms": int | float, "requests": list, "waiting": list, "pages": dict}
+REQUEST = {"id": str, "class": str} | dict.fromkeys(
+    ("computed", "done", "prompt", "cached", "drafted", "preemptions"), int)
+PAGES = dict.fromkeys(("free", "cached", "held", "shared"), int)
+IN_WORDS = {int: "a whole number", int | float: "a number", str: "text", list: "a list", dict: "an object"}
+
+
+def trace_main(args: argparse.Namespace) -> int:
+    trace = Trace(args.rows)
+    for step in read_steps(args.file, args.last):
+        trace.add(step, shown=step["step"] >= args.first)
+    if not trace.columns:
+        span = "steps" if args.first == 1 else f"step from {args.first} on"
+        raise ValueError(f"{args.file} holds no {span}{f' to {args.last}' if args.last else ''}: give a file that "
+                         "--trace wrote, and --from and --to within it")
+    for line in draw_trace(trace, args.width or terminal_width(), has_colours()):
+        print(line)
+    return 0
+
+
+def read_steps(path: str, last: int | None = None) -> Iterator[dict]:
+    """The steps of a trace up to the `last`, one at a time. A last line that is torn, as of a run that was killed or
+    still goes on, is left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                step = parse_step(decode_utf8(line.removeprefix(b"\xef\xbb\xbf"), "the text"))
+            except (ValueError, RecursionError) as error:
+                if number > 1 and not line.endswith(b"\n"):
+                    warn([f"{path}, line {number} is torn: left out"])
+                    return
+                raise ValueError(f"{path}, line {number} is not a step of a trace ({error}): give a file that --trace "
+                                 "wrote, or take the line out") from None
+            if last is not None and step["step"] > last:
+                return
+            yield step
+
+
+def parse_step(text: str) -> dict:
+    step = json.loads(text)
+    check(step, STEP, "it")
+    check(step["pages"], PAGES, "pages")
+    for name in ("requests", "waiting"):
+        for request in step[name]:
+            check(request, REQUEST, f"an entry of {name}")
+    return step
+
+
+def check(found: object, fields: dict, what: str) -> None:
+    """ValueError unless `found` has all `fields`, each of its type and no number negative or beyond reason."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is not an object")
+    for name, kind in fields.items():
+        value = found.get(name)
+        if not isinstance(value, kind) or isinstance(value, int | float) and not 0 <= value < 2**53:
+            raise ValueError(f"{what} has no '{name}' that is {IN_WORDS[kind]}")
+
+
+class Cell(NamedTuple):
+    """What is known of one request in one column."""
+
+    kind: Kind
+    num_tokens: int  # computed in one step, at most
+
+
+@dataclass
+class Column:
+    """One step, or several that follow each other: sums over them, and a cell for each request that is shown."""
+
+    first_step: int
+    num_steps: int
+    sums: Counter
+    cells: dict[str, Cell]
+
+
+def joined(columns: Sequence[Column], num_together: int) -> list[Column]:
+    """Neighbours made one, `num_together` at a time."""
+    return [join(columns[i : i + num_together]) for i in range(0, len(columns), num_together)]
+
+
+def join(columns: Sequence[Column]) -> Column:
+    cells: dict[str, Cell] = {}
+    for id, cell in (item for column in columns for item in column.cells.items()):
+        other = cells.get(id, cell)
+        cells[id] = Cell(min(cell.kind, other.kind), max(cell.num_tokens, other.num_tokens))
+    return Column(columns[0].first_step, sum(column.num_steps for column in columns),
+                  sum((column.sums for column in columns), Counter()), cells)
+
+
+@dataclass
+class Trace:
+    """A run, as far as it is shown: `num_rows` requests, at most MAX_COLUMNS columns, however many steps it has."""
+
+    num_rows: int
+    rows: dict[str, dict] = field(default_factory=dict)  # the first requests, each as a step described it last
+    ids: set[str] = field(default_factory=set)  # of all requests
+    columns: list[Column] = field(default_factory=list)
+    steps_per_column: int = 1
+    most_tokens: int = 1  # of a prompt read in one step
+    admitted: set[str] = field(default_factory=set)  # who has computed something since they last waited
+
+    def add(self, step: dict, shown: bool) -> None:
+        """Adds a step, or if it is not `shown` only notes who was admitted by it."""
+        if shown:
+            self._append(Column(step["step"], 1, sums(step), self._cells(step)))
+        self.admitted |= {request["id"] for request in step["requests"]}
+        self.admitted -= {request["id"] for request in step["waiting"]}
+
+    def _cells(self, step: dict) -> dict[str, Cell]:
+        cells = {}
+        for request in [*step["requests"], *step["waiting"]]:
+            id = request["id"]
+            self.ids.add(id)
+            if id in self.rows or len(self.rows) < self.num_rows:
+                self.rows[id] = request
+                kind = kind_of(request, id in self.admitted)
+                cells[id] = Cell(kind, request["computed"])
+                if kind == Kind.PREFILL:
+                    self.most_tokens = max(self.most_tokens, request["computed"])
+        return cells
+
+    def _append(self, column: Column) -> None:
+        if self.columns and self.columns[-1].num_steps < self.steps_per_column:
+            self.columns[-1] = join([self.columns[-1], column])
+            return
+        self.columns.append(column)
+        if len(self.columns) > MAX_COLUMNS:
+            self.columns = joined(self.columns, 2)
+            self.steps_per_column *= 2
+
+
+def sums(step: dict) -> Counter:
+    tokens = sum(request["computed"] for request in step["requests"])
+    return Counter({name: step["pages"][name] for name in PAGES}, ms=step["ms"], tokens=tokens)
+
+
+def kind_of(request: dict, was_admitted: bool) -> Kind:
+    """What a step did for a request, given whether an earlier one had admitted it."""
+    num_tokens, start = request["computed"], request["done"] - request["computed"]
+    if num_tokens == 0:
+        return Kind.PREEMPTED if request["preemptions"] else Kind.WAITS
+    if start > 0 and not was_admitted:
+        return Kind.HIT
+    if request["drafted"]:
+        return Kind.DRAFTS
+    # After a preemption the answer is read like a prompt.
+    return Kind.PREFILL if start < request["prompt"] or num_tokens > 1 else Kind.DECODE
+
+
+def draw_trace(trace: Trace, width: int, colours: bool) -> Iterator[str]:
+    """Lines of at most `width` characters."""
+    head, *labels = table(list(trace.rows.values()), width)
+    num_together = math.ceil(len(trace.columns) / max(1, width - cell_len(head) - 1))
+    columns, whole = joined(trace.columns, num_together), join(trace.columns)
+    num_shared = trace.steps_per_column * num_together
+    facts = [counted(whole.num_steps, "step"), counted(len(trace.ids), "request"),
+             counted(whole.sums["tokens"], "token"), f"{whole.sums['ms'] / 1000:.1f} s",
+             f"a column is {counted(num_shared, 'step')}", *["bars show their mean"] * (num_shared > 1)]
+    yield from flow(([(fact, "")] for fact in facts), " · ", width, colours)
+    ticks = "".join(f"{column.first_step:<10}" for column in columns[::10])
+    yield paint([(f"{head} {ticks}".rstrip()[:width], "2")], colours)
+    for id, label in zip(trace.rows, labels):
+        yield paint([(f"{label} ", ""), *(marked(column.cells.get(id), trace.most_tokens) for column in columns)],
+                    colours)
+    if len(trace.ids) > len(trace.rows):
+        more = f"{counted(len(trace.ids) - len(trace.rows), 'more request')}: --rows N shows N"
+        yield from flow([[(more, "")], [("--from STEP later ones", "")]], ", ", width, colours)
+    num_pages = sum(whole.sums[name] for name in ("free", "cached", "held")) / whole.num_steps
+    for name, label, style in BARS:
+        values = [column.sums[name] / column.num_steps for column in columns]
+        top = num_pages if name in PAGES else max(values)
+        scale = f"0-{top:,.0f}" if top >= 10 else f"0-{top:.3g}"
+        yield paint([(f"{label:<{cell_len(head) - len(scale)}}{scale} ", ""), (bars(values, top), style)], colours)
+    used = {cell.kind for column in columns for cell in column.cells.values()}
+    yield from flow(([(mark.glyphs, mark.style), (" " + mark.meaning.format(most_tokens=trace.most_tokens), "")]
+                     for kind, mark in MARKS.items() if kind in used), "   ", width, colours)
+
+
+def table(requests: Sequence[dict], width: int) -> list[str]:
+    """What stands left of the columns, all of one width: a header, then a line for each request."""
+    has_classes = len({request["class"] for request in requests}) > 1
+    max_name = min(MAX_NAME, width // 5)
+    rows = [["request ", *["class"] * has_classes, "prompt", "cached"]]
+    for request in requests:
+        rows.append([shortened(request["id"], max_name), *[shortened(request["class"], max_name)] * has_classes,
+                     str(request["prompt"]), str(request["cached"] or "")])
+    widths = [max(map(cell_len, column)) for column in zip(*rows)]
+    *text_widths, prompt_width, cached_width = widths
+    return [" ".join([*map(set_cell_size, texts, text_widths), num_prompt.rjust(prompt_width),
+                      num_cached.rjust(cached_width)]) for *texts, num_prompt, num_cached in rows]
+
+
+def marked(cell: Cell | None, most_tokens: int) -> Piece:
+    if cell is None:
+        return " ", ""
+    mark = MARKS[cell.kind]
+    return mark.glyphs[max(1, level(cell.num_tokens, most_tokens, len(mark.glyphs))) - 1], mark.style
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What pictures are made of
+
+
+def level(value: float, top: float, num_levels: int) -> int:
+    """0 for nothing, else 1 to `num_levels`, which stands for `top`."""
+    if value >= top:
+        return num_levels if value > 0 else 0
+    return math.ceil(num_levels * value / top)
+
+
+def bars(values: Iterable[float], top: float) -> str:
+    """Bars that stand side by side, one line high."""
+    return "".join(" ▁▂▃▄▅▆▇█"[level(value, top, 8)] for value in values)
+
+
+def flow(items: Iterable[list[Piece]], between: str, width: int, colours: bool) -> Iterator[str]:
+    """Lines of items, as many on each as fit."""
+    line, left = [], width
+    for item in items:
+        num_cells = sum(cell_len(text) for text, _ in item)
+        if line and num_cells > left:
+            yield paint(line[:-1], colours)
+            line, left = [], width
+        line += [*item, (between, "")]
+        left -= num_cells + len(between)
+    yield paint(line[:-1], colours)
+
+
+def paint(pieces: Iterable[Piece], colours: bool) -> str:
+    """A line of texts, each in its style."""
+    line = ""
+    for style, group in groupby(pieces, key=lambda piece: piece[1]):
+        text = "".join(text for text, _ in group)
+        line += f"\x1b[{style}m{text}\x1b[0m" if colours and style else text
+    return line.rstrip()
+
+
+def shortened(text: str, num_cells: int) -> str:
+    """Text that takes at most `num_cells` and leaves the terminal as it is; what is left out is left out inside."""
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    if cell_len(text) <= num_cells:
+        return text
+    tail = text[-(num_cells // 2) :]
+    while cell_len(tail) > num_cells // 2:
+        tail = tail[1:]
+    return set_cell_size(text, num_cells - 1 - cell_len(tail)) + "…" + tail
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 80
+
+
+def has_colours() -> bool:
+    return not is_dumb(sys.stdout) and "NO_COLOR" not in os.environ
