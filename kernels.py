@@ -5,7 +5,9 @@ here. Nothing in this file knows of requests, pages' owners or layers. The lette
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +60,13 @@ class KV:
 
 
 def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
-    """Writes each token's keys and values into its slot (page id * page size + place in the page)."""
-    kv.k_PBGA.flatten(0, 1).index_copy_(0, slot_T, k_TGA.to(kv.k_PBGA.dtype))
-    kv.v_PBGA.flatten(0, 1).index_copy_(0, slot_T, v_TGA.to(kv.v_PBGA.dtype))
+    """Writes each token's keys and values into its slot (page id * page size + place in the page).
+
+    Where a key is not finite, NaN is written as the value: softmax may lose such a key, but no sum loses the value.
+    """
+    k_TGA, v_TGA = k_TGA.to(kv.k_PBGA.dtype), v_TGA.to(kv.v_PBGA.dtype)
+    kv.k_PBGA.flatten(0, 1).index_copy_(0, slot_T, k_TGA)
+    kv.v_PBGA.flatten(0, 1).index_copy_(0, slot_T, v_TGA + (k_TGA - k_TGA).sum(-1, keepdim=True))
 
 
 def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
@@ -68,40 +74,61 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
 
     The new tokens' keys and values must be stored already. `batch` is a model.Batch: request s owns rows starts_S1[s]
     to starts_S1[s+1], the last of its lengths_S[s] tokens. `window` > 0: a token sees itself and the window - 1 tokens
-    before it.
+    before it. A row whose query, or any key or value that it sees, is not finite is NaN; the others are as without it.
     """
     out_THA = torch.empty_like(q_THA)
-    page_size = kv.k_PBGA.shape[1]
-    for s, length in enumerate(batch.lengths_S):
-        start, end = batch.starts_S1[s], batch.starts_S1[s + 1]
-        past = length - (end - start)
-        first_page = max(0, past + 1 - window) // page_size if window else 0  # pages before it are out of sight
-        page_M = batch.tables_SM[kv.group][s, first_page : -(-length // page_size)]
-        first = first_page * page_size
-        k_GLA, v_GLA = (
-            cached[page_M].flatten(0, 1)[: length - first].transpose(0, 1).to(q_THA.dtype)
-            for cached in (kv.k_PBGA, kv.v_PBGA)
-        )
-        q_HTA = q_THA[start:end].transpose(0, 1)
-        out_HTA = _attend(q_HTA, k_GLA, v_GLA, past - first, scale, window)
-        out_THA[start:end] = out_HTA.transpose(0, 1)
+
+    def attend(function: Callable) -> None:
+        for s, (start, end) in enumerate(pairwise(batch.starts_S1)):
+            k_GLA, v_GLA, first = _cached(kv, batch, s, window, q_THA.dtype)
+            past = batch.lengths_S[s] - (end - start) - first
+            out_HTA = function(q_THA[start:end].transpose(0, 1), k_GLA, v_GLA, past, scale, window)
+            out_THA[start:end] = out_HTA.transpose(0, 1)
+
+    attend(_attend)
+    if not math.isfinite((out_THA + q_THA).sum(dtype=torch.float32)):  # a sum that overflows costs time only
+        attend(_attend_damaged)
     return out_THA
+
+
+def _cached(kv: KV, batch, s: int, window: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Keys and values of request s from the first page that its new tokens see, and the place where that begins."""
+    length, page_size = batch.lengths_S[s], kv.k_PBGA.shape[1]
+    past = length - (batch.starts_S1[s + 1] - batch.starts_S1[s])
+    first_page = max(0, past + 1 - window) // page_size if window else 0
+    first, page_M = first_page * page_size, batch.tables_SM[kv.group][s, first_page : -(-length // page_size)]
+    k_GLA, v_GLA = (cached[page_M].flatten(0, 1)[: length - first].transpose(0, 1).to(dtype)
+                    for cached in (kv.k_PBGA, kv.v_PBGA))
+    return k_GLA, v_GLA, first
 
 
 def _attend(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int) -> Tensor:
     """One request: row i of the queries stands at place past + i of the L keys."""
     num_new, length = q_HTA.shape[1], k_GLA.shape[1]
-    mask = None
-    if num_new > 1 and past or 0 < window < length:
-        place_T1 = torch.arange(past, length, device=q_HTA.device)[:, None]
-        place_L = torch.arange(length, device=q_HTA.device)
-        mask = place_L <= place_T1
-        if window:
-            mask &= place_L > place_T1 - window
+    mask_TL = _in_sight(past, length, window, q_HTA.device) if num_new > 1 and past or 0 < window < length else None
     out = F.scaled_dot_product_attention(
-        q_HTA[None], k_GLA[None], v_GLA[None], attn_mask=mask, is_causal=mask is None and num_new > 1,
+        q_HTA[None], k_GLA[None], v_GLA[None], attn_mask=mask_TL, is_causal=mask_TL is None and num_new > 1,
         scale=scale, enable_gqa=q_HTA.shape[0] != k_GLA.shape[0])
     return out[0]
+
+
+def _attend_damaged(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int) -> Tensor:
+    """`_attend` by its meaning where numbers may not be finite: torch's own loses NaN in a query, and spreads NaN in a
+    value even to rows before it, whose keys and values would reach other requests through the prefix cache."""
+    bad_T, bad_L = (~x.isfinite().all(-1).all(0) for x in (q_HTA, v_GLA))
+    bad_T |= (_in_sight(past, k_GLA.shape[1], window, q_HTA.device) & bad_L).any(-1)
+    q_HTA, k_GLA, v_GLA = (x.nan_to_num(0, 0, 0) for x in (q_HTA, k_GLA, v_GLA))
+    return _attend(q_HTA, k_GLA, v_GLA, past, scale, window).masked_fill(bad_T[:, None], math.nan)
+
+
+def _in_sight(past: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Which of `length` places each row from place `past` on sees: mask_TL."""
+    place_T1 = torch.arange(past, length, device=device)[:, None]
+    place_L = torch.arange(length, device=device)
+    mask_TL = place_L <= place_T1
+    if window:
+        mask_TL &= place_L > place_T1 - window
+    return mask_TL
 
 
 # ---------------------------------------------------------------------------------------------------------------------
