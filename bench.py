@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from scheduler import Request
 from terminal import decode_utf8
 
 REPEATS = 5
-SECONDS_PER_WORKLOAD = 120   # fewer repeats where the model is large
+SECONDS_PER_WORKLOAD = 45   # then no further repeat: all workloads together take under ten minutes
 GIB = 2**30
 MATMUL_WIDTH = {"cpu": 1024, "cuda": 8192}
 LOGIT_ROWS = 64   # rows as wide as the vocabulary that perplexity works on at once
@@ -34,13 +34,17 @@ LOGIT_ROWS = 64   # rows as wide as the vocabulary that perplexity works on at o
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` requests at once, each of `prompt_tokens` random ids answered with `generated_tokens`."""
+    """`requests` requests at once, each of `prompt_tokens` random ids answered with `generated_tokens`.
+
+    The first `shared_tokens` of the prompts are the same. `variant` tells rows of one name apart."""
 
     name: str
     prompt_tokens: int
     generated_tokens: int
     interval: Callable[[Sequence[Request]], tuple[int, float]]   # the tokens that count, and the seconds they took
     requests: int = 1
+    shared_tokens: int = 0
+    variant: str | None = None
 
     @property
     def decodes(self) -> bool:
@@ -59,11 +63,21 @@ def decode_interval(requests: Sequence[Request]) -> tuple[int, float]:
             max(request.finished_s for request in requests) - min(request.first_token_s for request in requests))
 
 
+def served_interval(requests: Sequence[Request]) -> tuple[int, float]:
+    """Prompt tokens, computed or found in the cache, from the first submission to the last answer's end."""
+    return (sum(request.num_prompt for request in requests),
+            max(request.finished_s for request in requests) - min(request.submitted_s for request in requests))
+
+
 WORKLOADS = (
     Workload("prefill", 512, 1, prefill_interval),
     Workload("decode", 16, 128, decode_interval),
+    Workload("depth", 2048, 128, decode_interval),
+    *(Workload("batch", 128, 128, decode_interval, requests) for requests in (1, 4, 8, 16, 32)),
+    Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="cached"),
+    Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="uncached"),
 )
-PLANNED = ("depth", "batch", "prefix", "draft", "mixed", "startup")
+PLANNED = ("draft", "mixed", "startup")
 PLANNED_PEERS = ("llama.cpp", "transformers", "openvino")
 
 
@@ -81,7 +95,7 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
     limits = machine_limits(engine.model)
     print(f"memory {limits['memory_gb_per_s']:.1f} GB/s, {limits['memory_gb_per_s_at_model_size']:.1f} at the model's "
           f"size · matmul {limits['matmul_gflops']:.0f} GFLOP/s · {torch.get_num_threads()} threads")
-    print(f"{'name':<10}{'engine':<8}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
+    print(f"{'name':<10}{'variant':<10}{'engine':<8}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
           f"{'of limit':>10}")
     results = []
     for workload in WORKLOADS:
@@ -96,7 +110,7 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
 
 def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
     """Why these workloads or peers cannot be measured, in one line, or None."""
-    built = [workload.name for workload in WORKLOADS]
+    built = list(dict.fromkeys(workload.name for workload in WORKLOADS))
     for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, [], PLANNED_PEERS)):
         for name in given:
             if name in planned:
@@ -107,8 +121,8 @@ def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
 
 
 def table_row(result: dict) -> str:
-    head = f"{result['name']:<10}{result['engine']:<8}{result['batch']:>6}{result['prompt_tokens']:>8}" \
-           f"{result['generated_tokens']:>8}"
+    head = (f"{result['name']:<10}{result.get('variant', ''):<10}{result['engine']:<8}{result['batch']:>6}"
+            f"{result['prompt_tokens']:>8}{result['generated_tokens']:>8}")
     if not result["repeats"]:
         return f"{head}  failed: {result['error']}"
     fraction = "-" if result["limit_fraction"] is None else f"{result['limit_fraction']:.0%}"
@@ -123,6 +137,8 @@ def table_row(result: dict) -> str:
 def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
     """One row of `results`: the median rate over repeats, after a run that warms up. A run that fails is counted in
     `failed` and takes no part in the rate; where none succeeds, `tokens_per_s` is None and `error` says why."""
+    if workload.variant == "uncached":
+        engine = Engine(engine.model, replace(engine.config, prefix_cache=False), engine.tokenizer)
     rates, errors = [], []
     deadline_s = time.perf_counter() + SECONDS_PER_WORKLOAD
     for repeat in range(REPEATS + 1):
@@ -141,14 +157,20 @@ def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
               "tokens_per_s": rate, "stdev": statistics.pstdev(rates) if rates else None, "repeats": len(rates),
               "failed": len(errors), "bytes_per_token": round(num_bytes), "flops_per_token": round(flops),
               "limit_fraction": rate * least_seconds(num_bytes, flops, limits) if rate else None}
-    return result | ({"error": errors[0]} if errors else {})
+    variant = {"variant": workload.variant} if workload.variant else {}
+    return result | variant | ({"error": errors[0]} if errors else {})
 
 
 def run_once(engine: Engine, workload: Workload, repeat: int) -> tuple[int, float]:
     """Runs the workload to its end: tokens that count, and seconds. ValueError if a request fails or falls short."""
     ids = random.Random(f"{workload.name} {repeat}")   # new in each repeat: a cached prefix would not be measured
     params = SamplingParams(max_tokens=workload.generated_tokens, ignore_eos=True)
-    requests = [engine.submit([ids.randrange(engine.model.config.vocab) for _ in range(workload.prompt_tokens)], params)
+
+    def random_ids(num_tokens: int) -> list[int]:
+        return [ids.randrange(engine.vocab) for _ in range(num_tokens)]
+
+    shared = random_ids(workload.shared_tokens)
+    requests = [engine.submit(shared + random_ids(workload.prompt_tokens - workload.shared_tokens), params)
                 for _ in range(workload.requests)]
     while engine.has_work:
         engine.step()
@@ -168,7 +190,8 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
     """Bytes of memory read and floating-point operations for one token of the workload, counted from the model.
 
     A step reads every matrix once for all its tokens, and each request's keys and values up to there. The head works
-    on rows that draw a token: each one in decode, the last one in prefill.
+    on rows that draw a token: each one in decode, the last one in prefill. A prompt token found in the cache costs
+    nothing.
     """
     if workload.decodes:
         step_rows, head_share = workload.requests, 1.0
@@ -178,9 +201,15 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
         context = workload.prompt_tokens / 2
     seen = [min(context, spec.window or context) for spec in model.kv_specs()]
     kv_bytes = sum(n * spec.values_per_token() for n, spec in zip(seen, model.kv_specs())) * model.dtype.itemsize
+    if workload.variant == "cached":
+        num_found = workload.shared_tokens * (workload.requests - 1)
+        computed_share = 1 - num_found / (workload.requests * workload.prompt_tokens)
+    else:
+        computed_share = 1.0
     num_bytes = sum(matrix.nbytes for matrix in matrices(model)) + workload.requests * kv_bytes
     flops = 2 * sum(matrix.numel() for matrix in matrices(model)) - 2 * (1 - head_share) * model.output_VD.numel()
-    return num_bytes / step_rows, flops + 4 * model.config.heads * model.config.head_dim * sum(seen)
+    flops += 4 * model.config.heads * model.config.head_dim * sum(seen)
+    return computed_share * num_bytes / step_rows, computed_share * flops
 
 
 def matrices(model: Model) -> list[torch.Tensor]:

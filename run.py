@@ -543,7 +543,7 @@ COMMANDS = {
         switch("--overwrite", "replace an existing OUT"),
     ], ("model", "sampling", "engine")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
-        flag("names", nargs="*", metavar="NAME", help="prefill, decode; default: all"),
+        flag("names", nargs="*", metavar="NAME", help="prefill, decode, depth, batch, prefix; default: all"),
         flag("--peer", action="append", default=[], metavar="NAME", help="measure another engine too (repeatable)"),
         flag("--scale", type=NOT_BUILT, help=argparse.SUPPRESS),
         switch("--json", "one JSON document as the last line"),

@@ -155,7 +155,7 @@ def test_document(llama, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("args, words", [
-    (bench_args("decode", "depth"), "workload 'depth' is not built yet"),
+    (bench_args("decode", "mixed"), "workload 'mixed' is not built yet"),
     (bench_args("speed"), "unknown workload 'speed': there is prefill, decode"),
     (bench_args(peer=["llama.cpp"]), "peer 'llama.cpp' is not built yet"),
     (bench_args(peer=["ollama"]), "unknown peer 'ollama'"),
@@ -204,6 +204,19 @@ def test_token_cost_of_a_model_small_enough_to_count(llama):
     num_bytes, flops = bench.token_cost(llama.model, bench.Workload("prefill", 512, 1, bench.prefill_interval), 256)
     assert num_bytes == 4 * (matrices + head) / 256 + 4 * kv_values * 256 / 256
     assert flops == 2 * (matrices + head / 512) + 4 * 64 * 2 * 256
+
+
+def test_a_shared_prefix_is_computed_once(llama):
+    """The workload does what its name says, and a token found in the cache is counted as free."""
+    cached, uncached = (bench.Workload("prefix", 96, 2, bench.served_interval, 4, 64, variant)
+                        for variant in ("cached", "uncached"))
+    before = llama.stats.computed_tokens
+    assert bench.run_once(llama, cached, 1)[0] == 4 * 96
+    assert llama.stats.computed_tokens - before == 64 + 4 * 32 + 4
+    costs = [bench.token_cost(llama.model, workload, 512) for workload in (cached, uncached)]
+    assert costs[0][1] / costs[1][1] == pytest.approx((64 + 4 * 32) / (4 * 96))
+    result = bench.measure(llama, uncached, FAST_LIMITS)
+    assert result["variant"] == "uncached" and result["failed"] == 0 and llama.config.prefix_cache
 
 
 def test_limit_fraction_is_that_of_the_narrower_limit():
