@@ -433,12 +433,12 @@ def tokenize(args: argparse.Namespace) -> int:
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that `tokenize` makes these ids of: a BOS that the model adds is no part of it."""
+    """The text that `tokenize` makes these ids of: what the model puts before a text is no part of it."""
     for id in ids:
         if not 0 <= id < tokenizer.vocab_size:
             raise UsageError(f"--decode names id {id} but the vocabulary has ids 0 to {tokenizer.vocab_size - 1}")
-    added = tokenizer.add_bos and ids[:1] == [tokenizer.bos_id]
-    return tokenizer.decode(ids[added:], show_special=True)
+    start = list(tokenizer.start_ids) if tokenizer.add_bos else []
+    return tokenizer.decode(ids[len(start) :] if ids[: len(start)] == start else ids, show_special=True)
 
 
 def info(args: argparse.Namespace) -> int:

@@ -10,16 +10,17 @@ what is not. "Clean-up" of blanks before punctuation, which some configs ask for
 from __future__ import annotations
 
 import codecs
+import copy
 import json
-import re
-import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from chat_template import ChatTemplate, map_texts
+
 if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Pipeline
 
@@ -33,18 +34,20 @@ class Tokenizer:
     """Text <-> ids of one model.
 
     Added tokens are of two kinds: control tokens (<|im_end|>) structure a prompt, never show in decoded text and never
-    come out of what a user typed in a chat; user-defined ones (<tool_call>) are text that is always one token.
+    come out of a message or of text encoded without `special`; user-defined ones (<tool_call>) are text that is always
+    one token.
     `vocab_size` covers the padded part of the model's vocabulary too: its ids decode to nothing. `notes` grows, once,
     when a text holds what the vocabulary cannot spell.
     """
     kind: str
-    encoder: PipelineEncoder | SentencePieceEncoder
+    encoder: Encoder
     vocabulary: Vocabulary
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     add_bos: bool = False
     chat_template: str | None = None
     named: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... for the template
+    prefix_ids: tuple[int, ...] = ()  # what stands before a text instead of BOS alone
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -54,6 +57,7 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
         """Ids of `text`. With `special`, the text of control tokens is taken for these tokens.
 
+        Without, what the text gives has no control tokens, but the unknown one where the vocabulary cannot spell it.
         bos None: put BOS in front where the model adds one. It is never put in front of itself.
         """
         check_unicode(text)
@@ -78,35 +82,64 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping], add_generation_prompt: bool = True,
              continue_final: bool = False) -> list[int]:
-        """Ids of a conversation in the model's own format. Text of messages never becomes a control token.
+        """Ids of a conversation in the model's own format. Text of messages never becomes a control token; roles, types
+        and keys that are plain words are no text, but names.
 
         messages: {"role", "content"}, content a string or a list of {"type": "text", "text"}.
         continue_final: leave the last message open, so that generation goes on in it.
-        No template, or what the template itself refuses, is a ValueError.
+        No template, what the template itself refuses, or text that it changes so that it may be one of its own
+        control tokens, is a ValueError.
         """
         if self._template is None:
             raise ValueError("this model has no chat template: give the text as it should stand (--raw)")
-        text, sentinel = self._template.render(messages, add_generation_prompt and not continue_final, continue_final)
-        check_unicode(text)
-        ids, at_start = [], True
-        for part in self.encoder.cut(text):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self.encoder.encode(part.replace(sentinel, ""), special=False, at_start=at_start)
-            at_start = False
-        self._note_loss(text.replace(sentinel, ""), ids)
+        parts = self._rendered(messages, add_generation_prompt and not continue_final, continue_final)
+        ids: list[int] = []
+        for i, (token_id, text) in enumerate(parts):
+            ids += self.encoder.encode(text, special=False, at_start=i == 0) if token_id is None else [token_id]
+        self._note_loss("".join(text for _, text in parts), ids)
         return self._with_bos(ids, self.add_bos)
+
+    def _rendered(self, messages: Sequence[Mapping], *options: bool) -> list[tuple[int | None, str]]:
+        """A conversation in its template, cut at the control tokens that the template wrote.
+
+        Messages are rendered in disguise: other characters stand for those that control tokens are made of, so that
+        no work of the template on them (joining, slicing, upper) makes such a token. Put back, they must give the
+        plain rendering. They do not where the template searches a message for some text; then only look-alikes are
+        disguised, or nothing is, and there must be as many control tokens, in the same order, as in full disguise.
+        """
+        controls, used = self.encoder.controls, set()
+        map_texts(messages, lambda text: used.update(text) or text)
+        alphabet = {char for token_id in controls for char in self.vocabulary.added[token_id].content}
+        unused = (char for char in map(chr, range(0x10FFFD, 0, -1)) if char not in used and char not in alphabet)
+        mark = next(unused)
+        disguise = {ord(char): next(unused) for char in sorted(used)
+                    if not alphabet.isdisjoint(char + char.upper() + char.lower() + char.casefold())}
+        undo = {ord(stand_in): char for char, stand_in in disguise.items()}
+        plain, written = self._template.render(messages, *options, mark), None
+        check_unicode(plain)
+        for change in (lambda text: text.translate(disguise),
+                       lambda text: "".join(part if token_id is None else part.translate(disguise)
+                                            for token_id, part in self.encoder.cut(text, controls)), str):
+            shown = self._template.render(map_texts(messages, change), *options, mark)
+            parts = [(token_id, text.translate(undo)) for token_id, text in self.encoder.cut(shown, controls)]
+            found = [token_id for token_id, _ in parts if token_id is not None]
+            written = found if written is None else written
+            if found == written and "".join(text for _, text in parts) == plain:
+                return parts
+        raise ValueError("the chat template changes message text that looks like a control token, so that it cannot be "
+                         "told from the template's own: take it out of the message")
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        if self.chat_template is None:
-            return None
-        controls = [self.vocabulary.added[token_id] for token_id in self.vocabulary.controls]
-        return ChatTemplate(self.chat_template, controls, self.named)
+        return None if self.chat_template is None else ChatTemplate(self.chat_template, self.named)
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What is put before a text, where something is: BOS, in some models more."""
+        return self.prefix_ids or (() if self.bos_id is None else (self.bos_id,))
 
     def _with_bos(self, ids: list[int], bos: bool) -> list[int]:
-        return [self.bos_id, *ids] if bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
+        return [*self.start_ids, *ids] if bos and ids[:1] != [*self.start_ids[:1]] else ids
 
     def _note_loss(self, text: str, ids: list[int]) -> None:
         unknown_id, unspelt = self.vocabulary.unknown_id, self.vocabulary.unspelt
@@ -168,8 +201,7 @@ class Vocabulary:
     """What every id stands for."""
     num_tokens: int
     token_of: Callable[[int], str | None]  # the token as the file spells it; None for an id without one
-    added: Mapping[int, str]  # tokens that are found in a text before anything else, and stand for themselves
-    controls: frozenset[int]  # those of them that structure a prompt
+    added: Mapping[int, AddedToken]  # tokens that are found in a text first, and stand for themselves
     byte_level: bool  # characters of a token stand for bytes, by GPT-2's alphabet
     byte_of: Mapping[int, int] = field(default_factory=dict)  # ids of byte pieces like <0x0A>
     unused: frozenset[int] = frozenset()
@@ -178,6 +210,10 @@ class Vocabulary:
     unspelt: frozenset[int] = frozenset()  # bytes for which it gives nothing
     padded_to: int = 0  # the model's vocabulary may be wider than the tokenizer's: those ids stand for nothing
     _data: dict[int, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def controls(self) -> frozenset[int]:
+        return control_ids(self.added)
 
     @property
     def size(self) -> int:
@@ -195,7 +231,7 @@ class Vocabulary:
         if not 0 <= token_id < self.size:
             raise ValueError(f"token id {token_id} is outside the vocabulary: ids run from 0 to {self.size - 1}")
         if token_id in self.added:
-            return self.added[token_id].encode()
+            return self.added[token_id].content.encode()
         if token_id >= self.num_tokens or token_id in self.unused:
             return b""
         token = self.token_of(token_id) or ""
@@ -206,9 +242,9 @@ class Vocabulary:
         return token.replace(SPACE_MARK, " ").encode()
 
 
-def texts_and_controls(added: Mapping[int, AddedToken]) -> tuple[dict[int, str], frozenset[int]]:
-    return ({token_id: token.content for token_id, token in added.items()},
-            frozenset(token_id for token_id, token in added.items() if token.special))
+def control_ids(added: Mapping[int, AddedToken]) -> frozenset[int]:
+    """Those of the added tokens that structure a prompt."""
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def byte_pieces(id_of: Callable[[str], int | None]) -> dict[int, int]:
@@ -216,230 +252,131 @@ def byte_pieces(id_of: Callable[[str], int | None]) -> dict[int, int]:
     return {token_id: byte for token_id, byte in found.items() if token_id is not None}
 
 
-# Encoders: both offer encode(text, special, at_start) and cut(text) ------------------------------------------------
+# Encoders ----------------------------------------------------------------------------------------------------------
 
-class PipelineEncoder:
-    """The tokenizers library: normalizer, pre-tokenizer, model."""
+class Encoder:
+    """Text to ids: added tokens are found first, what stands between them is the model's."""
 
-    def __init__(self, pipeline: Pipeline):
-        self._pipeline = pipeline
-        self._controls = {i for i, token in pipeline.get_added_tokens_decoder().items() if token.special}
+    def __init__(self, added: Mapping[int, AddedToken]):
+        self.controls = control_ids(added)
+        self._added = added
+        self._others = added.keys() - self.controls
 
     def encode(self, text: str, special: bool, at_start: bool = True) -> list[int]:
         """Ids of `text`, without BOS. at_start False: it continues a text (no dummy blank, if that is for starts)."""
-        self._pipeline.encode_special_tokens = not special  # the library's name for "control tokens are text"
-        metaspace = self._pipeline.pre_tokenizer
-        if at_start or getattr(metaspace, "prepend_scheme", None) != "first":
-            return self._pipeline.encode(text, add_special_tokens=False).ids
-        metaspace.prepend_scheme = "never"
-        ids = self._pipeline.encode(text, add_special_tokens=False).ids
-        metaspace.prepend_scheme = "first"
+        ids = []
+        for token_id, part in self.cut(text, self._added if special else self._others):
+            ids += self._encode_part(part, at_start) if token_id is None else [token_id]
+            at_start = False
         return ids
 
-    def cut(self, text: str) -> Iterator[int | str]:
-        """The ids of control tokens in `text`, and the text between them."""
-        self._pipeline.encode_special_tokens = False
-        return cut_at(self._pipeline, text, self._controls)
+    def cut(self, text: str, wanted: Collection[int]) -> Iterator[tuple[int | None, str]]:
+        """`text` in pieces: (id, its text) for each of the `wanted` added tokens, (None, text) for what is between."""
+        finder, id_of = self._finder
+        finder.encode_special_tokens = self.controls.isdisjoint(wanted)  # the library's name for "they are text"
+        found, end = finder.encode(text, add_special_tokens=False), 0
+        for index, (start, stop) in zip(found.ids, found.offsets):
+            if id_of[index] in wanted:
+                if start > end:
+                    yield None, text[end:start]
+                yield id_of[index], text[start:stop]
+                end = stop
+        if end < len(text):
+            yield None, text[end:]
+
+    @cached_property
+    def _finder(self) -> tuple[Pipeline, dict[int, int]]:
+        """A pipeline that knows added tokens and nothing else, and what its ids mean."""
+        pipeline = build_pipeline({}, [], self._added)
+        return pipeline, {pipeline.token_to_id(token.content): token_id for token_id, token in self._added.items()}
 
 
-class SentencePieceEncoder:
-    """The sentencepiece library, with added tokens, which it does not know, cut out first.
+class PipelineEncoder(Encoder):
+    """The tokenizers library: normalizer, pre-tokenizer, model. The model may know the text of control tokens: if it
+    makes one where there is to be none, the text is encoded again by a copy that does not."""
+
+    def __init__(self, pipeline: Pipeline, added: Mapping[int, AddedToken]):
+        super().__init__(added)
+        self._pipeline = pipeline
+        self._cutters = {True: pipeline.pre_tokenizer, False: without_first_blank(pipeline.pre_tokenizer)}
+
+    def encode(self, text: str, special: bool, at_start: bool = True) -> list[int]:
+        self._pipeline.encode_special_tokens = not special
+        ids = self._run(self._pipeline, text, at_start)
+        return ids if special or self.controls.isdisjoint(ids) else super().encode(text, special, at_start)
+
+    def _encode_part(self, part: str, at_start: bool) -> list[int]:
+        return self._run(self._plain, part, at_start)
+
+    def _run(self, pipeline: Pipeline, text: str, at_start: bool) -> list[int]:
+        pipeline.pre_tokenizer = self._cutters[at_start]
+        return pipeline.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _plain(self) -> Pipeline:
+        """The pipeline without added tokens, its model without control tokens (but the unknown one, which it needs)."""
+        import tokenizers
+        made = json.loads(self._pipeline.to_str())
+        model, texts = made["model"], {self._added[token_id].content for token_id in self.controls}
+        if isinstance(model["vocab"], list):  # an id is a place in the list
+            model["vocab"] = [["" if token in texts else token, score] for token, score in model["vocab"]]
+        else:
+            vocab = {token: token_id for token, token_id in model["vocab"].items()
+                     if token not in texts or token == model.get("unk_token")}
+            prefix = model.get("continuing_subword_prefix") or ""
+            model["merges"] = [(a, b) for a, b in model.get("merges", ())
+                               if a in vocab and b in vocab and a + b.removeprefix(prefix) in vocab]
+            model["vocab"] = vocab
+        return tokenizers.Tokenizer.from_str(json.dumps(made | {"added_tokens": [], "post_processor": None}))
+
+
+def without_first_blank(pre_tokenizer):
+    """The same pre-tokenizer for a text that continues another: no blank where only the first word gets one."""
+    state = pre_tokenizer.__getstate__() if pre_tokenizer else b""
+    if b'"first"' not in state:
+        return pre_tokenizer
+    made = copy.copy(pre_tokenizer)
+    made.__setstate__(state.replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"'))
+    return made
+
+
+class SentencePieceEncoder(Encoder):
+    """The sentencepiece library, with a model in which no text gives a control token.
 
     blank: before what a dummy blank goes: "first" part of a text, "all" parts between added tokens.
     """
 
     def __init__(self, proto: bytes, added: Mapping[int, AddedToken], blank: str):
+        super().__init__(added)
         self._model = load_sentencepiece(proto)
         # A field given again replaces the first: normalizer_spec (3) { add_dummy_prefix (3): false }.
-        self._model_without_blank = load_sentencepiece(proto + message(3, integer(3, 0)))
-        self._added = added
-        self._controls = {token_id for token_id, token in added.items() if token.special}
-        self._finder = build_pipeline({token.content: token_id for token_id, token in added.items()}, [], added)
+        self._model_without_blank = load_sentencepiece(proto + b"\x1a\x02\x18\x00")
         self._blank = blank
 
-    def encode(self, text: str, special: bool, at_start: bool = True) -> list[int]:
-        self._finder.encode_special_tokens = not special
-        ids = []
-        for part in cut_at(self._finder, text, self._added):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                model = self._model if at_start or self._blank == "all" else self._model_without_blank
-                ids += model.encode(part)
-            at_start = False
-        return ids
-
-    def cut(self, text: str) -> Iterator[int | str]:
-        self._finder.encode_special_tokens = False
-        return cut_at(self._finder, text, self._controls)
-
-
-def cut_at(finder: Pipeline, text: str, wanted: Container[int]) -> Iterator[int | str]:
-    found, end = finder.encode(text, add_special_tokens=False), 0
-    for token_id, (start, stop) in zip(found.ids, found.offsets):
-        if token_id in wanted:
-            if start > end:
-                yield text[end:start]
-            yield token_id
-            end = stop
-    if end < len(text):
-        yield text[end:]
+    def _encode_part(self, part: str, at_start: bool) -> list[int]:
+        return (self._model if at_start or self._blank == "all" else self._model_without_blank).encode(part)
 
 
 def build_pipeline(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], added: Mapping[int, AddedToken],
                    ignore_merges: bool = False) -> Pipeline:
     import tokenizers
     pipeline = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
-    pipeline.add_special_tokens([token for token in added.values() if token.special])
-    pipeline.add_tokens([token for token in added.values() if not token.special])
+    pipeline.add_tokens([*added.values()])
     return pipeline
 
 
 def added_token(content: str, special: bool, **flags: bool) -> AddedToken:
     """flags: lstrip and rstrip (blanks on that side belong to the token), single_word (not inside a word)."""
     import tokenizers
-    return tokenizers.AddedToken(content, special=special, normalized=False, **flags)
+    return tokenizers.AddedToken(content, special=special, **{"normalized": False} | flags)
 
 
-# Protocol buffers' wire format (https://protobuf.dev/programming-guides/encoding): a key, then the value.
-
-def varint(value: int) -> bytes:
-    data = bytearray()
-    while value > 0x7F:
-        data.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*data, value])
-
-
-def integer(key: int, value: int) -> bytes:
-    return varint(key << 3) + varint(value)
-
-
-def message(key: int, data: bytes) -> bytes:
-    return varint(key << 3 | 2) + varint(len(data)) + data
-
-
-def number(key: int, value: float) -> bytes:
-    return varint(key << 3 | 5) + struct.pack("<f", value)
-
-
-def load_sentencepiece(proto: bytes):
+def load_sentencepiece(proto: bytes, source: object = "the sentencepiece model") -> SentencePieceProcessor:
     import sentencepiece
+    sentencepiece.set_min_log_level(3)  # the library reports damage on stderr too
     try:
+        if not proto:
+            raise RuntimeError("it is empty")
         return sentencepiece.SentencePieceProcessor(model_proto=proto)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"the sentencepiece model is damaged: {error}") from error
-
-
-# Chat templates ----------------------------------------------------------------------------------------------------
-
-class ChatTemplate:
-    """A model's own Jinja template, rendered in a sandbox with the helpers that public templates use.
-
-    So that message text which looks like a control token stays text, a sentinel character is put into it: it no longer
-    looks like one when the rendered text is cut at control tokens, and whoever does that drops the sentinel after.
-    """
-
-    def __init__(self, source: str, controls: Iterable[str], named: Mapping[str, str]):
-        import jinja2
-        self._errors = jinja2.TemplateError
-        self._named = named
-        self._starts = tuple({control[:size] for control in controls for size in range(1, len(control))})
-        self._lookalike = lookalike_pattern(controls)
-        try:
-            self._template = jinja_environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template is not valid: {error}") from error
-
-    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool, open_end: bool) -> tuple[str, str]:
-        """The text of a conversation with sentinels in it, and the sentinel. open_end: cut after the last message."""
-        if not messages:
-            raise ValueError("the conversation has no messages: give at least one")
-        used = set()
-        map_strings(messages, lambda text: used.update(text) or text)
-        private = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-        sentinel, mark = next(private), next(private)
-        messages = map_strings(messages, lambda text: self._break_lookalikes(text, sentinel))
-        text = self._render(messages, add_generation_prompt)
-        if open_end:
-            # Searching for the last message's text could find an earlier copy of it, or one that was trimmed.
-            # What follows the mark in a second rendering is what follows the message.
-            _, found, rest = self._render(mark_end(messages, mark), add_generation_prompt).rpartition(mark)
-            if not found or not text.endswith(rest):
-                raise ValueError("the last message cannot be continued: the chat template does not show it as it is")
-            text = text.removesuffix(rest)
-        return text, sentinel
-
-    def _render(self, messages: Sequence[Mapping], add_generation_prompt: bool) -> str:
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
-                                         documents=None, **self._named)
-        except self._errors as error:  # what raise_exception says, or the name of an unknown function
-            raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the model's chat template failed on this conversation: {error}") from error
-
-    def _break_lookalikes(self, text: str, sentinel: str) -> str:
-        broken = self._lookalike.sub(lambda found: found[0] + sentinel, text)
-        if not text.rstrip().endswith(self._starts):
-            return broken
-        # It ends like the start of a control token, which the text of the next message could complete.
-        kept = broken.rstrip()
-        return kept + sentinel + broken[len(kept):]
-
-
-def lookalike_pattern(controls: Iterable[str]) -> re.Pattern:
-    """Matches the first character of every control token, overlapping ones too; fast by its choice of first ones."""
-    rests: dict[str, list[str]] = {}
-    for control in controls:
-        rests.setdefault(control[0], []).append(re.escape(control[1:]))
-    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()) or "(?!)")
-
-
-def map_strings(value, change: Callable[[str], str]):
-    """A copy of a JSON value with every string in it changed, keys excepted."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [map_strings(item, change) for item in value]
-    return value
-
-
-def mark_end(messages: Sequence[Mapping], mark: str) -> list[Mapping]:
-    content = messages[-1].get("content")
-    if isinstance(content, str):
-        content += mark
-    elif content and isinstance(content[-1], Mapping) and "text" in content[-1]:
-        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
-    else:
-        raise ValueError("the last message has no text to continue")
-    return [*messages[:-1], {**messages[-1], "content": content}]
-
-
-def jinja_environment():
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks for training what the assistant says; here it changes nothing."""
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    def raise_exception(text: str):
-        raise jinja2.TemplateError(text)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                         extensions=["jinja2.ext.loopcontrols", Generation])
-    made.filters["tojson"] = tojson  # Jinja's own escapes for HTML
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+        raise ValueError(f"{source} is damaged: {error}") from error

@@ -6,16 +6,19 @@ them (tokenizer_config.json, chat_template.jinja). Knows a model only through it
 """
 from __future__ import annotations
 
+import codecs
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoint import open_checkpoint, parse_json
+from families import REQUIRED, Fields
+from terminal import decode_utf8
 from tokenizer import (BYTE_OF_CHAR, SPACE_MARK, PipelineEncoder, SentencePieceEncoder, Tokenizer, Vocabulary,
-                       added_token, build_pipeline, byte_pieces, integer, load_sentencepiece, message, number,
-                       texts_and_controls)
+                       added_token, build_pipeline, byte_pieces, control_ids, load_sentencepiece)
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -42,6 +45,7 @@ def load_tokenizer(checkpoint: Checkpoint, path: Path | None = None) -> Tokenize
         made = from_path(Path(path or checkpoint.path))
     config, num_tokens = checkpoint.config, made.vocabulary.num_tokens
     made.vocabulary.padded_to = config.vocab
+    made.chat_template = made.chat_template or None  # an empty one shows no message
     made.eos_ids = tuple(dict.fromkeys((*made.eos_ids, *config.eos_ids)))
     if made.bos_id is None:
         made.bos_id = config.bos_id
@@ -124,42 +128,44 @@ def cutting(steps: tuple[str, ...]) -> PreTokenizer:
 
 
 def from_gguf_file(path: Path) -> Tokenizer:
-    import checkpoint
-    with checkpoint.open_checkpoint(path) as opened:
+    with open_checkpoint(path) as opened:
         return from_gguf(opened.metadata)
 
 
 def from_gguf(metadata: Mapping) -> Tokenizer:
     """The tokenizer in a GGUF file's metadata (keys `tokenizer.ggml.*`, as llama.cpp's converters write them)."""
-    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    model = fields.get("model")
+    fields = Fields("the GGUF file", {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()},
+                    prefix="tokenizer.ggml.")
+    model = read_text(fields, "model")
     builders = {"gpt2": from_gguf_bpe, "llama": from_gguf_sentencepiece}
     if model not in builders:
         raise ValueError(f"tokenizer model {model!r} in the GGUF file is not one of {', '.join(builders)}")
-    tokens = fields.get("tokens") or []
-    types = fields.get("token_type") or [NORMAL] * len(tokens)
+    tokens = fields.read("tokens", [])
+    types = fields.read("token_type", None) or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
         raise ValueError(f"the GGUF file lists {len(tokens)} tokens and {len(types)} token types: expected one for one")
-    added = {token_id: added_token(tokens[token_id], special=kind != USER_DEFINED)
-             for token_id, kind in enumerate(types) if kind in (CONTROL, UNKNOWN, USER_DEFINED) and tokens[token_id]}
-    ids = {name: fields[f"{name}_token_id"] for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
-           if 0 <= fields.get(f"{name}_token_id", -1) < len(tokens)}
+    text = BYTE_OF_CHAR if model == "gpt2" else ()  # what spells a byte is text, whatever the file calls it
+    added = {token_id: added_token(token, special=kind != USER_DEFINED)
+             for token_id, (token, kind) in enumerate(zip(tokens, types))
+             if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token and token not in text}
+    ids = {name: token_id for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+           if (token_id := read_id(fields, f"{name}_token_id", None, least=-1)) in range(len(tokens))}
     made = builders[model](fields, tokens, types, added, ids)
     made.vocabulary.unused = frozenset(token_id for token_id, kind in enumerate(types) if kind == UNUSED)
     ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids] or made.eos_ids
     others = [token_id for token_id, token in added.items() if token.special and token.content in END_TOKENS]
     made.eos_ids = tuple(dict.fromkeys((*ends, *others)))
     made.bos_id = ids.get("bos", made.bos_id)
-    made.add_bos = fields.get("add_bos_token", made.add_bos)
-    made.chat_template = metadata.get("tokenizer.chat_template")
+    made.add_bos = fields.flag("add_bos_token", made.add_bos)
+    made.chat_template = read_text(Fields("the GGUF file", metadata), "tokenizer.chat_template")
     named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     made.named = {named[name]: tokens[token_id] for name, token_id in ids.items() if name in named}
     return made
 
 
-def from_gguf_bpe(fields: Mapping, tokens: list[str], types: list[int], added: Mapping[int, AddedToken],
+def from_gguf_bpe(fields: Fields, tokens: list[str], types: list[int], added: Mapping[int, AddedToken],
                   ids: Mapping[str, int]) -> Tokenizer:
-    name = fields.get("pre")
+    name = read_text(fields, "pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(f"pre-tokenizer {name!r} in the GGUF file is not one of {', '.join(PRE_TOKENIZERS)}: "
                          "give the model's tokenizer.json with --tokenizer")
@@ -174,18 +180,18 @@ def from_gguf_bpe(fields: Mapping, tokens: list[str], types: list[int], added: M
     pipeline.pre_tokenizer = cutting(rule.steps)
     if rule.nfc:
         pipeline.normalizer = tokenizers.normalizers.NFC()
-    vocabulary = Vocabulary(len(tokens), tokens.__getitem__, *texts_and_controls(added), byte_level=True,
+    vocabulary = Vocabulary(len(tokens), tokens.__getitem__, added, byte_level=True,
                             unspelt=frozenset(byte for char, byte in BYTE_OF_CHAR.items() if char not in vocab))
-    return Tokenizer(f"bpe {name}", PipelineEncoder(pipeline), vocabulary, add_bos=rule.add_bos)
+    return Tokenizer(f"bpe {name}", PipelineEncoder(pipeline, added), vocabulary, add_bos=rule.add_bos)
 
 
-def from_gguf_sentencepiece(fields: Mapping, tokens: list[str], types: list[int], added: Mapping[int, AddedToken],
+def from_gguf_sentencepiece(fields: Fields, tokens: list[str], types: list[int], added: Mapping[int, AddedToken],
                             ids: Mapping[str, int]) -> Tokenizer:
-    scores = fields.get("scores") or []
+    scores = fields.read("scores", [])
     if len(scores) != len(tokens):
         raise ValueError(f"the GGUF file lists {len(tokens)} tokens and {len(scores)} scores: expected one for one")
-    blank = fields.get("add_space_prefix", True)
-    return sentencepiece_tokenizer(tokens, scores, types, added, ids.get("unknown", 0), blank)
+    return sentencepiece_tokenizer(tokens, scores, types, added, ids.get("unknown", 0),
+                                   blank=fields.flag("add_space_prefix", True))
 
 
 # sentencepiece
@@ -197,7 +203,7 @@ def sentencepiece_tokenizer(tokens: list[str], scores: list[float], types: list[
     proto = sentencepiece_proto(tokens, scores, types, unknown_id, blank)
     encoder = SentencePieceEncoder(proto, added, blank="all")
     byte_of = byte_pieces({tokens[i]: i for i, kind in enumerate(types) if kind == BYTE}.get)
-    vocabulary = Vocabulary(len(tokens), tokens.__getitem__, *texts_and_controls(added), byte_level=False,
+    vocabulary = Vocabulary(len(tokens), tokens.__getitem__, added, byte_level=False,
                             byte_of=byte_of, has_dummy_blank=blank, unknown_id=unknown_id)
     return Tokenizer("sentencepiece", encoder, vocabulary, bos_id=1, eos_ids=(2,), add_bos=True)
 
@@ -212,7 +218,7 @@ def sentencepiece_proto(tokens: list[str], scores: list[float], types: list[int]
             kind = UNKNOWN  # the library wants exactly one
         elif kind in (UNKNOWN, USER_DEFINED) or kind == BYTE and not has_all_bytes or not token or token in seen:
             kind = CONTROL  # never found in a text: added tokens are cut out before
-        token = f"<unreachable {token_id}>" if not token or token in seen else token
+        token = f"<unreachable {token_id}>" if kind == CONTROL else token
         seen.add(token)
         pieces.append(message(1, message(1, token.encode()) + number(2, score) + integer(3, kind)))
     trainer = message(2, integer(3, 2) + integer(35, has_all_bytes))  # model_type BPE; byte_fallback
@@ -223,30 +229,68 @@ def sentencepiece_proto(tokens: list[str], scores: list[float], types: list[int]
 def from_sentencepiece(path: Path) -> Tokenizer:
     """tokenizer.model, with the added tokens of tokenizer_config.json and added_tokens.json beside it."""
     proto, config = path.read_bytes(), read_config(path.parent)
-    model = load_sentencepiece(proto)
+    model = load_sentencepiece(proto, path)
     num_pieces = model.get_piece_size()
     added = {i: added_token(model.id_to_piece(i), special=True)
              for i in range(num_pieces) if model.is_control(i) or model.is_unknown(i)}
-    names, flags = named_tokens(config), ("lstrip", "rstrip", "single_word")
-    for content, token_id in read_json(path.parent / "added_tokens.json").items():
-        added[token_id] = added_token(content, content in names.values())
-    for token_id, entry in config.get("added_tokens_decoder", {}).items():
-        special = entry.get("special", False) or entry["content"] in names.values()
-        given = {flag: entry[flag] for flag in flags if flag in entry}
-        added[int(token_id)] = added_token(entry["content"], special, **given)
+    names, listed = named_tokens(config), read_fields(path.parent / "added_tokens.json")
+    for content in listed:
+        added[read_id(listed, content)] = added_token(content, content in names.values())
+    added |= read_added(config, names)
+    # Pieces that the library finds in a text although they are control tokens.
+    exposed = [i for i in control_ids(added) if i < num_pieces and not model.is_unknown(i) and
+               (not model.is_control(i) or len(model.id_to_piece(i)) == 1)]
     ids = {token.content: token_id for token_id, token in added.items()}
     bos_id, eos_id = (ids.get(names.get(name), default if default >= 0 else None)
                       for name, default in (("bos_token", model.bos_id()), ("eos_token", model.eos_id())))
     vocabulary = Vocabulary(
         max(num_pieces, 1 + max(added, default=-1)),
         lambda token_id: model.id_to_piece(token_id) if token_id < num_pieces else None,
-        *texts_and_controls(added), byte_level=False, unknown_id=model.unk_id(),
+        added, byte_level=False, unknown_id=model.unk_id(),
         byte_of={i: byte for i, byte in byte_pieces(model.piece_to_id).items() if model.is_byte(i)},
         has_dummy_blank="".join(model.encode("a", out_type=str)).startswith(SPACE_MARK))
-    encoder = SentencePieceEncoder(proto, added, blank="all" if config.get("legacy", True) else "first")
+    encoder = SentencePieceEncoder(hide_pieces(proto, exposed) if exposed else proto, added,
+                                   blank="all" if config.flag("legacy", True) else "first")
     return Tokenizer("sentencepiece", encoder, vocabulary, bos_id, eos_ids=() if eos_id is None else (eos_id,),
-                     add_bos=config.get("add_bos_token", True), chat_template=read_template(path.parent, config),
+                     add_bos=config.flag("add_bos_token", True), chat_template=read_template(path.parent, config),
                      named=names)
+
+
+def hide_pieces(proto: bytes, ids: Collection[int]) -> bytes:
+    """The same ModelProto, in which these pieces are control tokens with names that no text spells."""
+    made, offset, num_pieces = [], 0, 0
+    while offset < len(proto):
+        end = next(i for i in range(offset + 1, len(proto)) if proto[i] < 0x80) + 1  # after a key of one byte, a length
+        stop = end + sum((byte & 0x7F) << 7 * i for i, byte in enumerate(proto[offset + 1:end]))
+        key, data = proto[offset] >> 3, proto[end:stop]
+        if key == 1 and num_pieces in ids:  # a field given again replaces the first: piece (1), type (3)
+            data += message(1, f"<unreachable {num_pieces}>".encode()) + integer(3, CONTROL)
+        num_pieces += key == 1
+        made.append(message(key, data))
+        offset = stop
+    return b"".join(made)
+
+
+# Protocol buffers' wire format (https://protobuf.dev/programming-guides/encoding): a key, then the value.
+
+def varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*data, value])
+
+
+def integer(key: int, value: int) -> bytes:
+    return varint(key << 3) + varint(value)
+
+
+def message(key: int, data: bytes) -> bytes:
+    return varint(key << 3 | 2) + varint(len(data)) + data
+
+
+def number(key: int, value: float) -> bytes:
+    return varint(key << 3 | 5) + struct.pack("<f", value)
 
 
 def from_llama2c(path: Path) -> Tokenizer:
@@ -281,46 +325,63 @@ def from_json(path: Path) -> Tokenizer:
     import tokenizers
     try:
         pipeline = tokenizers.Tokenizer.from_file(str(path))
+        pipeline.no_truncation()  # both are for training, and would change a prompt silently
+        pipeline.no_padding()
+        probe = pipeline.encode("a 0")  # with what the post-processor adds
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is no tokenizer that the tokenizers library can read: {error}") from error
-    pipeline.no_truncation()  # both are for training, and would change a prompt silently
-    pipeline.no_padding()
     config = read_config(path.parent)
-    names = named_tokens(config)
-    known = {name: pipeline.token_to_id(text) for name, text in names.items() if pipeline.token_to_id(text) is not None}
+    names, notes = named_tokens(config), []
+    given, present = read_added(config, names), pipeline.get_added_tokens_decoder()
+    pipeline.add_tokens([token for token_id, token in sorted(given.items()) if token != present.get(token_id)])
+    if moved := [token.content for token_id, token in given.items() if pipeline.token_to_id(token.content) != token_id]:
+        notes.append(f"tokenizer_config.json and tokenizer.json differ in the id of {moved[0]!r}: the latter's counts")
+    known = {name: found for name, text in names.items() if (found := pipeline.token_to_id(text)) is not None}
     added = {token.content: token for token in pipeline.get_added_tokens_decoder().values()}
     # Control tokens that the file itself does not flag as such.
     pipeline.add_special_tokens([added.get(names[name], names[name]) for name in known])
-    before_text = pipeline.encode("", add_special_tokens=True).ids  # what the post-processor adds
-    bos_id = known.get("bos_token", next(iter(before_text), None))
-    add_bos = config.get("add_bos_token")
-    if add_bos is None:
-        add_bos = bos_id is not None and before_text[:1] == [bos_id]
-    return Tokenizer(f"tokenizer.json {type(pipeline.model).__name__}", PipelineEncoder(pipeline),
-                     json_vocabulary(pipeline), bos_id,
-                     eos_ids=(known["eos_token"],) if "eos_token" in known else (), add_bos=add_bos,
-                     chat_template=read_template(path.parent, config), named=names)
+    text = [i for i, sequence_id in enumerate(probe.sequence_ids) if sequence_id is not None] or [0, len(probe.ids)]
+    start, end = tuple(probe.ids[:text[0]]), probe.tokens[text[-1] + 1:]
+    if end:
+        notes.append(f"tokenizer.json puts {' '.join(end)} after a text: left out, for a prompt goes on")
+    vocabulary = json_vocabulary(pipeline)
+    return Tokenizer(f"tokenizer.json {type(pipeline.model).__name__}", PipelineEncoder(pipeline, vocabulary.added),
+                     vocabulary, bos_id=known.get("bos_token", next(iter(start), None)), prefix_ids=start,
+                     eos_ids=(known["eos_token"],) if "eos_token" in known else (),
+                     add_bos=config.flag("add_bos_token", bool(start)), named=names, notes=notes,
+                     chat_template=read_template(path.parent, config))
+
+
+# Steps of decoding that are understood, with the settings that count.
+DECODERS = ({"type": "ByteLevel"}, {"type": "ByteFallback"}, {"type": "Metaspace"}, {"type": "Fuse"},
+            {"type": "Sequence"}, {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
+            *({"type": "Strip", "content": " ", "start": start, "stop": 0} for start in (0, 1)))
 
 
 def json_vocabulary(pipeline: Pipeline) -> Vocabulary:
     """How tokens spell bytes, from the decoder and the pre-tokenizer together: there are files in which one of them is
     left over from another tokenizer."""
     before, after = (*parts(pipeline.normalizer), *parts(pipeline.pre_tokenizer)), parts(pipeline.decoder)
-    known = ("ByteLevel", "ByteFallback", "Metaspace", "Fuse", "Strip", "Replace", "Sequence")
+    for part in (*before, *after):
+        if part["type"] == "Metaspace" and part["replacement"] != SPACE_MARK:
+            raise ValueError(f"tokenizer.json writes blanks as {part['replacement']!r}, expected {SPACE_MARK!r}")
     for part in after:
-        if part["type"] not in known or part["type"] == "Replace" and part["pattern"] != {"String": SPACE_MARK}:
-            raise ValueError(f"tokenizer.json asks for decoder {part}, which is not one of {', '.join(known)}")
+        if not any(part | known == part for known in DECODERS):
+            raise ValueError(f"tokenizer.json asks for decoder {part}, which is not supported")
     byte_level = any(part["type"] == "ByteLevel" for part in (*before, *after))
+    if not after and not byte_level:
+        raise ValueError("tokenizer.json has no decoder: how tokens make a text is not known")
     drops_blank = any(part["type"] == "Strip" and part["start"] or
                       part["type"] == "Metaspace" and part["prepend_scheme"] != "never" for part in after)
+    is_left_over = byte_level and all(part["type"] != "ByteLevel" for part in after)
     has_byte_pieces = any(part["type"] == "ByteFallback" for part in after)
-    added = pipeline.get_added_tokens_decoder()
+    added = {token_id: token for token_id, token in pipeline.get_added_tokens_decoder().items()
+             if not (byte_level and token.content in BYTE_OF_CHAR)}  # what spells a byte is text
     unknown = getattr(pipeline.model, "unk_token", None)
     unspelt = {byte for char, byte in BYTE_OF_CHAR.items() if pipeline.token_to_id(char) is None}
-    return Vocabulary(max(pipeline.get_vocab_size(), 1 + max(added, default=-1)), pipeline.id_to_token,
-                      *texts_and_controls(added), byte_level,
-                      byte_of=byte_pieces(pipeline.token_to_id) if has_byte_pieces else {},
-                      has_dummy_blank=drops_blank and not byte_level,
+    return Vocabulary(max(pipeline.get_vocab_size(), 1 + max(added, default=-1)), pipeline.id_to_token, added,
+                      byte_level, byte_of=byte_pieces(pipeline.token_to_id) if has_byte_pieces else {},
+                      has_dummy_blank=drops_blank and not is_left_over,
                       unknown_id=unknown and pipeline.token_to_id(unknown),
                       unspelt=frozenset(unspelt if byte_level and not unknown else ()))
 
@@ -335,33 +396,63 @@ def parts(component) -> list[dict]:
 
 # Files beside a tokenizer
 
-def read_config(folder: Path) -> dict:
-    return read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+def read_config(folder: Path) -> Fields:
+    """tokenizer_config.json, with the tokens that special_tokens_map.json names."""
+    config, older = read_fields(folder / "tokenizer_config.json"), read_fields(folder / "special_tokens_map.json")
+    return Fields(config.source, named_tokens(older) | {key: item for key, item in config.items() if item is not None})
 
 
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text("utf-8-sig")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON in UTF-8: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a JSON {type(content).__name__}, expected an object")
-    return content
+def read_fields(path: Path) -> Fields:
+    return Fields(path, parse_json(path, path.read_bytes().removeprefix(codecs.BOM_UTF8)) if path.is_file() else {})
 
 
-def named_tokens(config: Mapping) -> dict[str, str]:
+def named_tokens(config: Fields) -> dict[str, str]:
     """bos_token, eos_token, unk_token, pad_token, where a config gives them as a string or as {"content"}."""
-    given = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
-    return {name: text for name, text in texts.items() if text}
+    found = {name: read_text(Fields(config.source, config[name], prefix=f"{name}."), "content")
+             if isinstance(config.get(name), dict) else read_text(config, name)
+             for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return {name: text for name, text in found.items() if text}
 
 
-def read_template(folder: Path, config: Mapping) -> str | None:
+def read_added(config: Fields, names: Mapping[str, str]) -> dict[int, AddedToken]:
+    """added_tokens_decoder: by id, what tokens of a vocabulary are found in a text first, and how."""
+    found, decoder = {}, config.read("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise config.error("added_tokens_decoder", "but must be an object")
+    for key, value in decoder.items():
+        entry = Fields(config.source, value if isinstance(value, dict) else {}, prefix=f"added_tokens_decoder.{key}.")
+        content = read_text(entry, "content", REQUIRED)
+        special = entry.flag("special", False) or content in names.values()
+        flags = {flag: entry.flag(flag, False) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
+        ids = {key: int(key) if key.isdecimal() and len(key) < 11 else key}
+        token_id = read_id(Fields(config.source, ids, prefix="added_tokens_decoder."), key)
+        found[token_id] = added_token(content, special, **flags)
+    return found
+
+
+def read_id(fields: Fields, name: str, default=REQUIRED, least: int = 0) -> int | None:
+    value = fields.read(name, default)
+    if value is not default and (type(value) is not int or not least <= value < 1 << 32):
+        raise fields.error(name, "but must be a token id")
+    return value
+
+
+def read_text(fields: Fields, name: str, default=None) -> str | None:
+    value = fields.read(name, default)
+    if value is not default and not isinstance(value, str):
+        raise fields.error(name, "but must be a string")
+    return value
+
+
+def read_template(folder: Path, config: Fields) -> str | None:
     """chat_template.jinja, else the config's template or, of several named ones, the default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        return decode_utf8(file.read_bytes(), str(file))
+    template = config.read("chat_template", None)
+    if not isinstance(template, list):
+        return read_text(config, "chat_template")
+    entries = [Fields(config.source, entry if isinstance(entry, dict) else {}, prefix=f"chat_template.{i}.")
+               for i, entry in enumerate(template)]
+    named = {read_text(entry, "name", REQUIRED): read_text(entry, "template", REQUIRED) for entry in entries}
+    return named.get("default")

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
     "run flags chat batch dialects bench view engine speculative scheduler model weights sampling kvcache parallel "
-    "kernels vocab tokenizer checkpoint families quant hub terminal"
+    "kernels vocab tokenizer chat_template checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
-NO_TORCH = ("view", "flags", "vocab", "tokenizer", "checkpoint", "families", "quant", "hub", "terminal")
+NO_TORCH = ("view", "flags", "vocab", "tokenizer", "chat_template", "checkpoint", "families", "quant", "hub",
+            "terminal")
 # May print, parse arguments and read the environment.
 TERMINAL = ("run", "flags", "chat", "batch", "bench", "view", "terminal")
 MAX_LINE, MAX_FUNCTION, MAX_MODULE = 120, 80, 900

@@ -1,7 +1,6 @@
 """view.py: pictures of small traces made by hand, what fits the width, and files that are no traces."""
 
 import json
-import os
 import re
 import subprocess
 import sys

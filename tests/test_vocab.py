@@ -358,6 +358,99 @@ def test_damaged_files_are_refused(tmp_path):
         load_tokenizer(fake_checkpoint("llama2c", path="stories.bin"))
 
 
+def test_damage_is_reported_once(tmp_path, capfd):
+    for data in (b"", b"\xff\xff\xff", b"\n\x03abc"):
+        (tmp_path / "tokenizer.model").write_bytes(data)
+        with pytest.raises(ValueError, match=r"tokenizer\.model is damaged: ") as caught:
+            from_path(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("bos_token", 5), ("bos_token", ["x"]), ("bos_token", {"content": 5}), ("eos_token", True), ("chat_template", 5),
+    ("chat_template", {"default": "x"}), ("chat_template", ["x"]), ("chat_template", [{"name": "default"}]),
+    ("chat_template", [{"template": "x"}]), ("chat_template", [{"name": 5, "template": "x"}]), ("add_bos_token", "x"),
+    ("add_bos_token", 1), ("added_tokens_decoder", 5), ("added_tokens_decoder", {"x": {"content": "<x>"}}),
+    ("added_tokens_decoder", {"-1": {"content": "<x>"}}), ("added_tokens_decoder", {"10000000000": {"content": "<x>"}}),
+    ("added_tokens_decoder", {"300": 5}), ("added_tokens_decoder", {"300": {}}),
+    ("added_tokens_decoder", {"300": {"content": 5}}), ("added_tokens_decoder", {"9" * 5000: {"content": "<x>"}}),
+    ("added_tokens_decoder", {"300": {"content": "<x>", "special": "yes"}})])
+@pytest.mark.parametrize("kind", ["json", "model"])
+def test_a_config_that_makes_no_sense_is_an_error_that_names_file_and_key(key, value, kind, tmp_path, spm):
+    folder = write(tmp_path / "odd", tokenizer_config_json={key: value})
+    if kind == "json":
+        write(folder, tokenizer_json=byte_json())
+    else:
+        (folder / "tokenizer.model").write_bytes(spm.path.read_bytes())
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: key '{key}") as caught:
+        from_path(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_files_that_make_no_sense(tmp_path, spm):
+    folder = write(tmp_path / "odd", special_tokens_map_json={"bos_token": ["<s>"]})
+    (folder / "tokenizer.model").write_bytes(spm.path.read_bytes())
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json: key 'bos_token'"):
+        from_path(folder)
+    write(folder, special_tokens_map_json={})
+    for token_id in ("5", -1, 1.5, True, 10**10, None):
+        write(folder, added_tokens_json={"<x>": token_id})
+        with pytest.raises(ValueError, match=r"added_tokens\.json: key '<x>'"):
+            from_path(folder)
+    for name in ("added_tokens", "special_tokens_map", "tokenizer_config"):
+        (folder / "added_tokens.json").unlink(missing_ok=True)
+        write(folder, **{f"{name}_json": DEEP})
+        with pytest.raises(ValueError, match=rf"{name}\.json"):
+            from_path(folder)
+        write(folder, **{f"{name}_json": {}})
+    (folder / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
+        from_path(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("model", ["gpt2"]), ("pre", ["gpt-2"]), ("pre", 5), ("bos_token_id", "1"), ("eos_token_id", [257]),
+    ("eot_token_id", 1.0), ("padding_token_id", True), ("add_bos_token", 1), ("add_bos_token", "x")])
+def test_metadata_that_make_no_sense_are_an_error_that_names_the_key(key, value):
+    with pytest.raises(ValueError, match=f"GGUF file: key 'tokenizer.ggml.{key}'"):
+        from_gguf(byte_metadata(**{key: value}))
+
+
+def test_other_metadata_that_make_no_sense(spm):
+    with pytest.raises(ValueError, match=r"key 'tokenizer\.ggml\.add_space_prefix'"):
+        from_gguf(spm_metadata(spm, add_space_prefix=1))
+    with pytest.raises(ValueError, match=r"key 'tokenizer\.chat_template'"):
+        from_gguf(byte_metadata(template=["x"]))
+    assert from_gguf(byte_metadata(bos_token_id=-1, eos_token_id=2**32 - 1)).bos_id is None  # "there is none"
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+
+
+@pytest.mark.parametrize("fields", [
+    {"decoder": METASPACE | {"replacement": "_"}, "pre_tokenizer": METASPACE},
+    {"decoder": METASPACE, "pre_tokenizer": METASPACE | {"replacement": "_"}},
+    {"decoder": REPLACE | {"content": "_"}}, {"decoder": REPLACE | {"pattern": {"String": "a"}}},
+    {"decoder": STRIP | {"start": 2}}, {"decoder": STRIP | {"stop": 1}}, {"decoder": STRIP | {"content": "a"}},
+    {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, {"pre_tokenizer": None, "decoder": None}])
+def test_ways_of_decoding_that_are_not_understood_are_refused(fields, tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json (asks for decoder|writes blanks|has no decoder)"):
+        from_path(write(tmp_path / "way", tokenizer_json=byte_json(**fields)))
+
+
+def test_a_blank_that_the_decoder_drops_is_dropped(tmp_path):
+    file = byte_json(decoder={"type": "Sequence", "decoders": [byte_level(), STRIP]})
+    ours, theirs = from_path(write(tmp_path / "strip", tokenizer_json=file)), tokenizers.Tokenizer.from_str(file)
+    for text in (" a b", "a ", "  a"):
+        assert ours.decode(byte_ids(text.encode())) == theirs.decode(byte_ids(text.encode())) == text.removeprefix(" ")
+
+
 # Added tokens, BOS -------------------------------------------------------------------------------------------------
 
 FLAGS = [("x <m>  y", {"rstrip": True}), ("x  <m>y", {"lstrip": True}), ("a<m>b <m> c", {"single_word": True}),
@@ -422,6 +515,61 @@ def test_bos_of_a_tokenizer_json(tmp_path):
     write(folder, tokenizer_config_json={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": False})
     ours = from_path(folder, eos_ids=(300, 257), vocab=320)
     assert (ours.bos_id, ours.add_bos, ours.eos_ids, ours.encode("a")) == (256, False, (257, 300), [97])
+
+
+def post_processor(*single):
+    """single: tokens, and "$A" for the text."""
+    def part(name):
+        return {"Sequence": {"id": "A", "type_id": 0}} if name == "$A" else {"SpecialToken": {"id": name, "type_id": 0}}
+    special = {name: {"id": name, "ids": [256 + "st".index(name[-2])], "tokens": [name]} for name in {*single} - {"$A"}}
+    return {"type": "TemplateProcessing", "single": [*map(part, single)], "pair": [part("$A")],
+            "special_tokens": special}
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token": "<t>"}, {"bos_token": "<s>"}])
+def test_only_what_a_tokenizer_json_puts_before_a_text_is_put_there(config, tmp_path):
+    def tokenizer(*single):
+        file = byte_json(({"content": "<s>"}, {"content": "<t>"}), post_processor=post_processor(*single))
+        return from_path(write(tmp_path / "post", tokenizer_json=file, tokenizer_config_json=config), vocab=258)
+    both = tokenizer("<s>", "<t>", "$A")
+    assert both.encode("a") == [256, 257, 97] and both.bos_id == 256 and both.notes == []
+    assert both.encode("<s>a") == [256, 97] and both.encode("a", bos=False) == [97]
+    after = tokenizer("$A", "<t>")
+    assert after.encode("a") == [97] and not after.add_bos and "<t> after a text" in after.notes[0]
+    assert after.bos_id == (256 if "bos_token" in config else None)
+    around = tokenizer("<s>", "$A", "<t>")
+    assert around.encode("a") == [256, 97] and len(around.notes) == 1
+    assert not tokenizer("$A").add_bos
+
+
+def entry(content, **flags):
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False,
+            "special": True} | flags
+
+
+def test_added_tokens_of_the_config_beside_a_tokenizer_json(tmp_path):
+    decoder = {"258": entry("<m>", rstrip=True), "256": entry("<s>"), "257": entry("<t>"),
+               "259": entry("uu", special=False)}
+    file = byte_json([{"content": "<s>"}, {"content": "<t>", "special": False}])
+    folder = write(tmp_path / "added", tokenizer_json=file,
+                   tokenizer_config_json={"added_tokens_decoder": decoder, "eos_token": "<m>"})
+    ours = from_path(folder, vocab=260)
+    assert ours.encode("<s>a<t><m>  buu") == [256, 97, 257, 258, 98, 259] and ours.eos_ids == (258,)
+    assert ours.vocabulary.controls == {256, 257, 258} and ours.decode([97, 257, 258, 259]) == "auu" and not ours.notes
+    write(folder, tokenizer_config_json={"added_tokens_decoder": {"300": entry("<x>")}})
+    assert "differ in the id of '<x>'" in from_path(folder, vocab=260).notes[0]
+
+
+def test_it_reads_what_transformers_reads_of_a_config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    decoder = {"256": entry("<s>"), "257": entry("<t>", lstrip=True), "258": entry("<m>")}
+    folder = write(tmp_path / "theirs", tokenizer_json=byte_json([{"content": "<s>"}]), tokenizer_config_json={
+        "tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": decoder, "eos_token": "<m>"})
+    theirs, text = transformers.AutoTokenizer.from_pretrained(folder), "a <t>b<m><s>"
+    ours = from_path(folder, vocab=259)
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert ours.decode([97, 257, 258]) == theirs.decode([97, 257, 258], skip_special_tokens=True)
 
 
 def test_a_token_that_only_the_config_calls_special_is_a_control_token(tmp_path):
