@@ -359,13 +359,15 @@ class Cursor:
 
 
 def check_vocabulary(path: Path, metadata: Mapping, vocab: int) -> None:
-    """The model has a row for each token; scores and types, where present, are one a token."""
+    """The model has a row for each token; scores and types, where present, are one a token, and types are known."""
     num_tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
     if num_tokens > vocab:
         raise damaged(path, "key 'tokenizer.ggml.tokens'", f"at most {vocab} items, the model's vocabulary", num_tokens)
     for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
         if len(metadata.get(key, ())) not in (0, num_tokens):
             raise damaged(path, f"key '{key}'", f"{num_tokens} items, one a token", len(metadata[key]))
+    if strange := set(metadata.get("tokenizer.ggml.token_type", ())) - set(range(1, 7)):
+        raise damaged(path, "key 'tokenizer.ggml.token_type'", "types from 1 to 6", min(strange))
 
 
 # GGUF metadata in config.json's words ------------------------------------------------------------------------------
@@ -376,6 +378,7 @@ GGUF_FIELDS = {
     "num_key_value_heads": "{arch}.attention.head_count_kv", "head_dim": "{arch}.attention.key_length",
     "max_position_embeddings": "{arch}.context_length", "vocab_size": "{arch}.vocab_size",
     "rms_norm_eps": "{arch}.attention.layer_norm_rms_epsilon", "rope_theta": "{arch}.rope.freq_base",
+    "rope_dim": "{arch}.rope.dimension_count",
     "bos_token_id": "tokenizer.ggml.bos_token_id", "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
 GGUF_ROPE_FIELDS = {
@@ -391,8 +394,8 @@ def gguf_config(path: Path, metadata: Mapping, tensors: Mapping[str, TensorInfo]
                 parts: list[MappedFile]) -> ModelConfig:
     """ModelConfig from GGUF keys. What the file can show (biases, a head of its own) is taken from its tensors."""
     arch = metadata.get("general.architecture")
-    keys = {name: key.format(arch=arch) for name, key in GGUF_FIELDS.items()}
-    fields = Fields(path, {name: shortest(metadata.get(key)) for name, key in keys.items()}, keys)
+    keys = {name: key.format(arch=arch) for name, key in (GGUF_FIELDS | GGUF_ROPE_FIELDS).items()}
+    fields = Fields(path, {name: shortest(metadata.get(keys[name])) for name in GGUF_FIELDS}, keys)
     fields["model_type"] = arch
     check_family(fields)
     for name in ("max_position_embeddings", "rms_norm_eps"):
@@ -408,12 +411,13 @@ def gguf_config(path: Path, metadata: Mapping, tensors: Mapping[str, TensorInfo]
         embedding, tokens = tensors.get("token_embd.weight"), metadata.get("tokenizer.ggml.tokens")
         fields["vocab_size"] = embedding.shape[0] if embedding else tokens and len(tokens)
     fields["eos_token_id"] = [metadata[key] for key in GGUF_EOS if key in metadata]
-    fields["rope_scaling"] = gguf_rope(path, arch, metadata, tensors, parts)
-    if is_count(rotated := metadata.get(f"{arch}.rope.dimension_count")):
-        fields["partial_rotary_factor"] = rotated / head_dim_of(fields)
+    fields["rope_scaling"] = gguf_rope(fields, arch, metadata, tensors, parts)
+    if fields["rope_dim"] is not None:
+        fields["partial_rotary_factor"] = fields.count("rope_dim") / head_dim_of(fields)
+    biased = {name.split(".")[2] for name in tensors if re.fullmatch(r"blk\.\d+\.\w+\.bias", name)}
     return replace(configure(fields), tied="output.weight" not in tensors, dtype=stored_dtype(tensors),
-                   qkv_bias="blk.0.attn_q.bias" in tensors, o_bias="blk.0.attn_output.bias" in tensors,
-                   mlp_bias="blk.0.ffn_up.bias" in tensors)
+                   qkv_bias=not biased.isdisjoint(("attn_q", "attn_k", "attn_v")), o_bias="attn_output" in biased,
+                   mlp_bias=not biased.isdisjoint(("ffn_gate", "ffn_up", "ffn_down")))
 
 
 def shortest(value):
@@ -440,24 +444,24 @@ def same_in_all_layers(fields: Fields, name: str):
     return value[0]
 
 
-def gguf_rope(path: Path, arch: str, metadata: Mapping, tensors: Mapping[str, TensorInfo],
+def gguf_rope(fields: Fields, arch: str, metadata: Mapping, tensors: Mapping[str, TensorInfo],
               parts: list[MappedFile]) -> dict | None:
     """rope_scaling as config.json has it. (llama3's scaling is no metadata here but the tensor rope_freqs.weight.)"""
-    keys = {name: key.format(arch=arch) for name, key in GGUF_ROPE_FIELDS.items()}
-    scaling = {name: shortest(metadata[key]) for name, key in keys.items() if key in metadata}
-    if scaling.get("rope_type", "none") == "none":
-        factor = metadata.get(f"{arch}.rope.scale_linear", 1.0)      # files from before scaling had a type
-        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
-    if scaling["rope_type"] == "yarn" and scaling.pop("attention_factor", 1.0) != 1.0:
-        raise ValueError(f"{path}: key '{keys['attention_factor']}' together with yarn scaling is not supported")
-    if scaling["rope_type"] == "longrope":
+    keys = fields.keys
+    if keys["factor"] not in metadata:
+        keys["factor"] = f"{arch}.rope.scale_linear"     # in files from before scaling had a type
+    scaling = {name: shortest(metadata[keys[name]]) for name in GGUF_ROPE_FIELDS if keys[name] in metadata}
+    kind = scaling.setdefault("rope_type", "linear" if scaling.get("factor", 1.0) != 1.0 else "none")
+    if kind == "yarn" and scaling.pop("attention_factor", 1.0) != 1.0:
+        raise fields.error("attention_factor", "together with yarn scaling is not supported", value=False)
+    if kind == "longrope":
         for name in ("short", "long"):
             info = tensors.get(f"rope_factors_{name}.weight")
             if info is None or info.format != "f32" or info.nbytes > 1 << 16:
-                raise damaged(path, f"tensor 'rope_factors_{name}.weight'", "float32 factors for longrope", info)
+                raise damaged(fields.source, f"tensor 'rope_factors_{name}.weight'", "float32 factors", info)
             raw = parts[info.part].view[info.offset:info.offset + info.nbytes]
             scaling[f"{name}_factor"] = [shortest(factor) for factor in raw.cast("f")]
-    return scaling
+    return None if kind == "none" else scaling
 
 
 # Safetensors: https://huggingface.co/docs/safetensors --------------------------------------------------------------
@@ -475,9 +479,9 @@ def open_folder(folder: Path) -> Checkpoint:
     generation = read_json(generation_path) if generation_path.exists() else {}
     fields = Fields(folder / "config.json", config)
     check_family(fields)
-    if isinstance(method := fields.get("quantization_config"), dict):
-        name = method.get("quant_method", "of unknown kind")
-        raise fields.error("quantization_config", f"is {name}: get the unquantized model or a GGUF", value=False)
+    if (method := fields.get("quantization_config")) is not None:
+        name = method.get("quant_method", "of unknown kind") if isinstance(method, dict) else repr(method)
+        raise fields.error("quantization_config", f"is {plain(name)}: get the unquantized model or a GGUF", value=False)
     parts, tensors = [], {}
     for part, (file, names) in enumerate(safetensors_files(folder).items()):
         parts.append(MappedFile(folder / file))

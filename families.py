@@ -119,8 +119,8 @@ class Fields(dict):
         value = self.read(name, default)
         if value is default:
             return value
-        if type(value) not in (int, float) or not 0 < value < 1e30:
-            raise self.error(name, "but must be a number above 0")
+        if type(value) not in (int, float) or not 1e-30 < value < 1e30:
+            raise self.error(name, "but must be a number above 0 (1e-30 to 1e30)")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -228,12 +228,12 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 def read_rope(fields: Fields, head_dim: int, context: int) -> RopeConfig:
     """RopeConfig from rope_scaling (`type` or `rope_type`) or, as transformers 5 saves it, rope_parameters."""
-    source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    scaling = fields.get(source) or {}
+    source = "rope_scaling" if fields.get("rope_scaling") not in (None, {}) else "rope_parameters"
+    scaling = fields.read(source, {})
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise fields.error(source, "but must be one set of rope settings for all layers")
-    scaling = Fields(fields.source, scaling, prefix=f"{source}.")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    scaling = Fields(fields.source, scaling, fields.keys, prefix=f"{source}.")
+    kind = scaling.read("rope_type", scaling.read("type", "default"))
     if kind not in ROPE_KINDS:
         raise ValueError(f"{fields.source}: rope scaling {kind!r:.100} is unknown: known are {', '.join(ROPE_KINDS)}")
     part = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
@@ -241,7 +241,10 @@ def read_rope(fields: Fields, head_dim: int, context: int) -> RopeConfig:
     if not 0 < dim <= head_dim or dim % 2:
         raise ValueError(f"{fields.source}: rope would turn {dim} of {head_dim} entries of a head, but must turn an "
                          "even number of them: correct head_dim or partial_rotary_factor")
-    rope = RopeConfig(scaling.number("rope_theta", fields.number("rope_theta", 10000.0)), dim, kind)
+    theta_place = scaling if scaling.get("rope_theta") is not None else fields
+    rope = RopeConfig(theta_place.number("rope_theta", 10000.0), dim, kind)
+    if kind == "yarn" and rope.theta < 2:
+        raise theta_place.error("rope_theta", "but yarn, which divides by its logarithm, needs 2 or more")
     return rope if kind == "default" else replace(rope, **rope_scaling(fields, scaling, kind, dim, context))
 
 
@@ -251,8 +254,13 @@ def rope_scaling(fields: Fields, scaling: Fields, kind: str, dim: int, context: 
                             scaling.count("original_max_position_embeddings", context))
     if kind == "dynamic":
         original = context      # its formula knows the trained context only
+        if dim < 4:
+            raise ValueError(f"{fields.source}: rope turns {dim} entries of a head, but dynamic scaling needs 4 or "
+                             "more: correct head_dim or rope_type")
     factor = REQUIRED if kind in ("linear", "dynamic", "llama3") else context / original
     values = {"factor": scaling.number("factor", factor), "original_context": original}
+    if int(values["factor"] * original) > MAX_SIZE:
+        raise scaling.error("factor", f"but must be at most {MAX_SIZE / original:g}: contexts end at {MAX_SIZE}")
     if kind == "llama3":
         values |= {"low_freq_factor": scaling.number("low_freq_factor"),
                    "high_freq_factor": scaling.number("high_freq_factor")}
@@ -263,7 +271,13 @@ def rope_scaling(fields: Fields, scaling: Fields, kind: str, dim: int, context: 
     if kind == "yarn":
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("mscale", 0.0), ("mscale_all_dim", 0.0)):
             values[name] = scaling.number(name, default) if scaling.get(name) else default      # 0 is absent, too
+        if values["beta_fast"] < values["beta_slow"]:
+            raise ValueError(f"{fields.source}: yarn's beta_fast {values['beta_fast']} must not be below its beta_slow "
+                             f"{values['beta_slow']}")
         values["truncate"] = scaling.flag("truncate", True)
     if kind == "longrope":
+        if original == 1 and values["factor"] > 1 and values["attention_factor"] is None:
+            raise scaling.error("attention_factor", "is missing: it is derived from original_max_position_embeddings, "
+                                "but not from 1", value=False)
         values |= {name: scaling.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
     return values

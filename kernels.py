@@ -65,8 +65,10 @@ def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
     Where a key is not finite, NaN is written as the value: softmax may lose such a key, but no sum loses the value.
     """
     k_TGA, v_TGA = k_TGA.to(kv.k_PBGA.dtype), v_TGA.to(kv.v_PBGA.dtype)
+    if not _finite(k_TGA):
+        v_TGA = v_TGA.masked_fill(~k_TGA.isfinite().all(-1, keepdim=True), math.nan)
     kv.k_PBGA.flatten(0, 1).index_copy_(0, slot_T, k_TGA)
-    kv.v_PBGA.flatten(0, 1).index_copy_(0, slot_T, v_TGA + (k_TGA - k_TGA).sum(-1, keepdim=True))
+    kv.v_PBGA.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
 
 
 def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
@@ -86,7 +88,7 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
             out_THA[start:end] = out_HTA.transpose(0, 1)
 
     attend(_attend)
-    if not math.isfinite((out_THA + q_THA).sum(dtype=torch.float32)):  # a sum that overflows costs time only
+    if not (_finite(q_THA) and _finite(out_THA)):
         attend(_attend_damaged)
     return out_THA
 
@@ -121,6 +123,11 @@ def _attend_damaged(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scal
     return _attend(q_HTA, k_GLA, v_GLA, past, scale, window).masked_fill(bad_T[:, None], math.nan)
 
 
+def _finite(x: Tensor) -> bool:
+    """Whether all numbers are finite. No, too, where their sum overflows; in float16 that of ordinary ones would."""
+    return math.isfinite(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else x.dtype))
+
+
 def _in_sight(past: int, length: int, window: int, device: torch.device) -> Tensor:
     """Which of `length` places each row from place `past` on sees: mask_TL."""
     place_T1 = torch.arange(past, length, device=device)[:, None]
@@ -148,7 +155,7 @@ def yarn_ramp(theta: float, dim: int, context: int, beta_fast: float, beta_slow:
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    return ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return ((torch.arange(dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 
 def llama3_ramp(inv_freq: Tensor, context: int, low_freq_factor: float, high_freq_factor: float) -> Tensor:

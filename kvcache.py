@@ -117,11 +117,13 @@ class Group:
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, max_leases: int, max_tokens: int,
                  max_step_tokens: int):
         self.window, self.page_size = spec.window, page_size
-        self.most_pages = -(-max_tokens // page_size)
+        self.most_pages = table_width = -(-max_tokens // page_size)
         if self.window:
             self.most_pages = min(self.most_pages, (self.window + max_step_tokens) // page_size + 2)
+        else:
+            table_width = min(table_width, num_pages)
         self.pool = Pool(min(num_pages, max_leases * self.most_pages))
-        self.table = torch.zeros(max_leases, -(-max_tokens // page_size), dtype=torch.int32)
+        self.table = torch.zeros(max_leases, table_width, dtype=torch.int32)
         self.num_promised = 0
 
     @property

@@ -63,12 +63,14 @@ class Batch:
 
 
 class Linear:
-    """A matmul's weights; several of the checkpoint's tensors side by side where they read the same input."""
+    """A matmul's weights; several of the checkpoint's tensors side by side where they read the same input.
 
-    def __init__(self, weights: Weights, *names: str):
+    The config says whether there is a `bias`: what else a file holds is not the model's.
+    """
+
+    def __init__(self, weights: Weights, *names: str, bias: bool):
         self.weight_OI = _joined([weights.take(f"{name}.weight") for name in names])
-        biases = [f"{name}.bias" for name in names]
-        self.bias_O = _joined([weights.take(bias) for bias in biases]) if weights.has(biases[0]) else None
+        self.bias_O = _joined([weights.take(f"{name}.bias") for name in names]) if bias else None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return kernels.linear(x_TI, self.weight_OI, self.bias_O)
@@ -85,11 +87,11 @@ class Layer:
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.window, self.eps = layer.window, config.norm_eps
         self.attn_norm_D = weights.take(f"{name}.attn_norm.weight")
-        self.attn_qkv = Linear(weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v")
-        self.attn_output = Linear(weights, f"{name}.attn_output")
+        self.attn_qkv = Linear(weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v", bias=config.qkv_bias)
+        self.attn_output = Linear(weights, f"{name}.attn_output", bias=config.o_bias)
         self.ffn_norm_D = weights.take(f"{name}.ffn_norm.weight")
-        self.ffn_gate_up = Linear(weights, f"{name}.ffn_gate", f"{name}.ffn_up")
-        self.ffn_down = Linear(weights, f"{name}.ffn_down")
+        self.ffn_gate_up = Linear(weights, f"{name}.ffn_gate", f"{name}.ffn_up", bias=config.mlp_bias)
+        self.ffn_down = Linear(weights, f"{name}.ffn_down", bias=config.mlp_bias)
 
     def __call__(self, h_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> Tensor:
         h_TD = h_TD + self.attend(kernels.rms_norm(h_TD, self.attn_norm_D, self.eps), batch, kv, angles)
@@ -110,14 +112,17 @@ class Model:
     """A decoder for one context length: rope factors that depend on the length are settled when it is made."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context: int):
-        weights.require(tensor_shapes(config))
+        shapes = tensor_shapes(config)
+        if has_divisors := weights.has("rope_freqs.weight"):  # a GGUF states Llama 3.1's rule so
+            shapes["rope_freqs.weight"] = (config.rope.dim // 2,)
+        weights.require(shapes)
         self.config, self.context = config, context
         self.token_embd_VD = weights.take("token_embd.weight")
         self.layers = [Layer(weights, config, layer, f"blk.{i}") for i, layer in enumerate(config.layers)]
         self.output_norm_D = weights.take("output_norm.weight")
         self.output_VD = self.token_embd_VD if config.tied else weights.take("output.weight")
         self.inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
-        if weights.has("rope_freqs.weight"):  # a GGUF states Llama 3.1's rule as divisors
+        if has_divisors:
             self.inv_freq = self.inv_freq / weights.take("rope_freqs.weight").double()
         self.notes = weights.notes  # what the user should know of the file's tensors
 

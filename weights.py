@@ -7,13 +7,14 @@ Knows nothing of containers (checkpoint.py), of block formats (quant.py) or of w
 Canonical names are GGUF's: token_embd.weight, output_norm.weight, output.weight, rope_freqs.weight, and for layer N
 blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_up, ffn_down}.{weight, bias}.
 """
+import math
 import warnings
 
 import torch
 from torch import Tensor
 
 import quant
-from checkpoint import Checkpoint, TensorInfo
+from checkpoint import Checkpoint, TensorInfo, plain
 
 LLAMA = {
     "token_embd": "model.embed_tokens",
@@ -62,7 +63,7 @@ class Weights:
                 wrong.append(f"{self.file_names[name]} is {found}, not {shape}")
         if wrong:
             raise ValueError(f"{self.checkpoint.path}: {len(wrong)} of {len(shapes)} tensors do not fit the model's "
-                             f"config: {'; '.join(wrong)}: get a complete copy of the model")
+                             f"config: {first_few(wrong, '; ')}: get a complete copy of the model")
 
     def take(self, name: str) -> Tensor:
         """The tensor, its rows in the layout of `forward`. The file's own pages leave memory."""
@@ -76,12 +77,11 @@ class Weights:
     @property
     def notes(self) -> list[str]:
         """What the user should know once the model has taken its tensors."""
-        unused = sorted(self.file_names[name] for name in self.unused)
+        unused = sorted(plain(self.file_names[name]) for name in self.unused)
         if not unused:
             return self.head_notes
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         return [*self.head_notes, f"tensors of {self.checkpoint.path.name} that the model does not use: "
-                                  f"{', '.join(unused[:5])}{more}"]
+                                  f"{first_few(unused, ', ')}"]
 
     # Details ---------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,12 @@ class Weights:
 
     def dequantized(self, name: str) -> Tensor:
         """The tensor in dtype, as the file has it; rope's frequency divisors stay float32, as angles need them."""
-        info, dtype = self.info(name), torch.float32 if name == "rope_freqs.weight" else self.dtype
+        is_divisors = name == "rope_freqs.weight"
+        info, dtype = self.info(name), torch.float32 if is_divisors else self.dtype
         tensor = quant.dequantize(self.raw(name), info.format, info.shape, dtype)
+        if is_divisors and (wrong := [x for x in tensor.tolist() if not 0 < x < math.inf]):
+            raise ValueError(f"{self.checkpoint.path}: {info.name} must hold finite numbers above 0 but holds "
+                             f"{wrong[0]}: get a complete copy of the model")
         if dtype == torch.float16 and tensor.isinf().any():
             raise ValueError(f"{self.checkpoint.path}: {info.name} holds values beyond 65504, the most that float16 "
                              "can: use --dtype bfloat16 or float32")
@@ -120,6 +124,11 @@ class Weights:
         """How many heads rope rotates in the rows of this tensor; None if it rotates none."""
         config, part = self.checkpoint.config, name.split(".")[-2]
         return {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)
+
+
+def first_few(items: list[str], separator: str) -> str:
+    more = f"{separator}and {len(items) - 5} more" if len(items) > 5 else ""
+    return separator.join(items[:5]) + more
 
 
 def renamed(name: str, stems: dict[str, str]) -> str:

@@ -230,6 +230,10 @@ CASES = {
     "fewer types than tokens": (dict(keys=[
         *SOUND, array("tokenizer.ggml.tokens", 8, 2, text("a") + text("b")),
         array("tokenizer.ggml.token_type", 5, 1, b"\1\0\0\0")]), "token_type", "2 items", "found 1"),
+    "type -7": (dict(keys=[*SOUND, array("tokenizer.ggml.tokens", 8, 2, text("a") + text("b")),
+                           array("tokenizer.ggml.token_type", 5, 2, struct.pack("<ii", 1, -7))]), "token_type", "-7"),
+    "type 7": (dict(keys=[*SOUND, array("tokenizer.ggml.tokens", 8, 1, text("a")),
+                          array("tokenizer.ggml.token_type", 4, 1, b"\7\0\0\0")]), "token_type", "1 to 6", "7"),
     "more tokens than rows": (dict(keys=[*SOUND, uint32("llama.vocab_size", 1),
                                          array("tokenizer.ggml.tokens", 8, 2, text("a") + text("b"))]), "tokens", "1"),
     "a million layers": (dict(keys=[ARCHITECTURE, uint32("llama.block_count", 10**6), *SIZES[1:], EPS,
@@ -253,6 +257,14 @@ CASES = {
     "no architecture": (dict(keys=[uint32("a", 1)]), "model_type", "llama, qwen2"),
     "unknown rope": (dict(keys=[*SOUND, uint32("llama.vocab_size", 9),
                                 entry("llama.rope.scaling.type", 8, text("spiral"))]), "'spiral'", "yarn"),
+    "rope of a list": (dict(keys=[*SOUND, uint32("llama.vocab_size", 9), array("llama.rope.scaling.type", 4, 0, b"")]),
+                       "rope scaling []"),
+    "rope of 0 entries": (dict(keys=[*SOUND, uint32("llama.vocab_size", 9), uint32("llama.rope.dimension_count", 0)]),
+                          "'llama.rope.dimension_count'", "is 0"),
+    "factor of 0": (dict(keys=[*SOUND, uint32("llama.vocab_size", 9), uint32("llama.rope.scaling.factor", 0)]),
+                    "'llama.rope.scaling.factor'", "is 0"),
+    "old factor of 0": (dict(keys=[*SOUND, uint32("llama.vocab_size", 9), uint32("llama.rope.scale_linear", 0)]),
+                        "'llama.rope.scale_linear'", "is 0"),
     "longrope without factors": (dict(keys=[*SOUND, entry("llama.rope.scaling.type", 8, text("longrope"))]),
                                  "rope_factors_short.weight"),
 }
@@ -516,8 +528,14 @@ def test_longrope_gguf(tmp_path):
 
 
 def test_biases_are_taken_from_the_file(tmp_path):
+    """From any layer: model.py then asks for those of all of them."""
     path = tiny.write_gguf(tmp_path / "m.gguf", attention_bias=True, mlp_bias=True)
     assert (c := open_checkpoint(path).config).qkv_bias and c.o_bias and c.mlp_bias
+    plain = tiny.tiny_tensors(tiny.tiny_config())
+    for name, *biases in (("self_attn.v_proj", True, False, False), ("self_attn.o_proj", False, True, False),
+                          ("mlp.gate_proj", False, False, True)):
+        tiny.write_gguf(path, tensors=plain | {f"model.layers.1.{name}.bias": torch.ones(4)})
+        assert [(c := open_checkpoint(path).config).qkv_bias, c.o_bias, c.mlp_bias] == biases
 
 
 def test_gguf_ends_with_any_of_three_ids(tmp_path):
@@ -527,9 +545,13 @@ def test_gguf_ends_with_any_of_three_ids(tmp_path):
     assert opened.notes == ["special token id 4294967295 is outside the vocabulary of 320 and is ignored"]
 
 
-def test_old_linear_key(tmp_path):
-    rope = open_checkpoint(tiny.write_gguf(tmp_path / "m.gguf", extra={"llama.rope.scale_linear": 4.0})).config.rope
-    assert (rope.kind, rope.factor) == ("linear", 4.0)
+def test_linear_scaling_without_a_type(tmp_path):
+    """llama.cpp's defaults: the type is linear, the factor is the old key's; type none scales nothing."""
+    old, new, kind = "llama.rope.scale_linear", "llama.rope.scaling.factor", "llama.rope.scaling.type"
+    for extra, want in (({old: 4.0}, 4.0), ({new: 4.0}, 4.0), ({old: 2.0, new: 4.0}, 4.0),
+                        ({old: 4.0, kind: "linear"}, 4.0), ({new: 4.0, kind: "none"}, 1.0), ({new: 1.0}, 1.0)):
+        rope = open_checkpoint(tiny.write_gguf(tmp_path / "m.gguf", extra=extra)).config.rope
+        assert (rope.kind, rope.factor) == ("default" if want == 1 else "linear", want)
 
 
 def test_foreign_files(tmp_path):
@@ -579,8 +601,11 @@ def test_ids_of_the_end(tmp_path):
 
 
 def test_unsupported_models(tmp_path):
-    for method in ("gptq", "awq", "fp8"):
+    for method in ("gptq", "awq", "fp8", "x" * 9999):
         tiny.write_safetensors(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-        refused(tmp_path, "quantization_config", method, "unquantized")
+        refused(tmp_path, "quantization_config", method[:200], "unquantized")
+    for value in ("awq", [4], False, {}):
+        tiny.write_safetensors(tmp_path, quantization_config=value)
+        refused(tmp_path, "quantization_config", "of unknown kind" if value == {} else repr(value), "unquantized")
     (tmp_path / "config.json").write_text("[]")
     refused(tmp_path, "config.json", "an object")

@@ -4,9 +4,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, strategies as st
 
 import tiny
 from families import Fields, LayerConfig, RopeConfig, configure
+from model import rope_tables
 
 
 def config_of(family: str = "llama", **overrides):
@@ -100,8 +102,49 @@ def test_rope_refused():
     wrong("llama", "long_factor", "above 0", rope_scaling=ROPES["longrope"] | {"long_factor": [1.0, 0] * 4})
     wrong("llama", "rope_parameters", "all layers", rope_parameters={"full_attention": {"rope_type": "default"}})
     wrong("llama", "rope_theta", "nan", rope_theta=math.nan)
+    wrong("llama", "rope_scaling", "[]", rope_scaling=[])
+    wrong("llama", "rope scaling []", rope_scaling={"rope_type": []})
     wrong("llama", "15 of 15", "even", head_dim=15)
     wrong("llama", "32 of 16", partial_rotary_factor=2.0)
+
+
+@pytest.mark.parametrize("scaling, words", [
+    ({"rope_type": "longrope", "original_max_position_embeddings": 1}, ("rope_scaling.attention_factor", "missing")),
+    ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.125}, ("2 entries", "4 or more", "head_dim")),
+    ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, ("rope_scaling.rope_theta", "1.0", "2 or more")),
+    ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}, ("beta_fast 1.0", "beta_slow 2.0")),
+    ({"rope_type": "yarn", "factor": 1e29}, ("rope_scaling.factor", "1e+29", "4.1943e+06", "2147483648")),
+    ({"rope_type": "dynamic", "factor": 1e29}, ("rope_scaling.factor", "1e+29", "4.1943e+06")),
+    ({"rope_type": "linear", "factor": 1e-40}, ("rope_scaling.factor", "1e-40", "1e-30")),
+], ids=lambda value: value.get("rope_type") if isinstance(value, dict) else "")
+def test_rope_settings_whose_formula_has_no_value(scaling, words):
+    """A division by zero, a logarithm of 1, or numbers beyond any context."""
+    lists = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8} if scaling["rope_type"] == "longrope" else {}
+    wrong("llama", *words, rope_scaling=scaling | lists)
+
+
+@given(st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]), st.data())
+def test_rope_tables_are_finite_or_the_settings_are_refused(kind, data):
+    """Whatever positive numbers stand there, short of attention_factor's product with them."""
+    number = st.sampled_from([1e-300, 1e-30, 1e-29, 1e-5, 0.5, 1, 1 + 2**-52, 2, 3.0, 8, 1e4, 1e15, 9e29, 1e300])
+    keys = ("factor", "rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor",
+            "high_freq_factor", "partial_rotary_factor", "attention_factor")
+    scaling = data.draw(st.fixed_dictionaries({"rope_type": st.just(kind)}, optional=dict.fromkeys(keys, number)))
+    if context := data.draw(st.sampled_from([None, 1, 2, 7, 512, 2**31])):
+        scaling["original_max_position_embeddings"] = context
+    dim = data.draw(st.sampled_from([2, 4, 16]))
+    if kind == "longrope":
+        scaling |= {name: data.draw(st.lists(number, min_size=dim // 2, max_size=dim // 2))
+                    for name in ("short_factor", "long_factor")}
+    try:
+        config = config_of(rope_scaling=scaling, head_dim=dim, max_position_embeddings=data.draw(
+            st.sampled_from([1, 2, 512, 2**31])))
+    except ValueError as error:
+        assert "config.json" in str(error) and "\n" not in str(error)
+        return
+    for context in (1, config.context, config.max_context):
+        inv_freq, scale = rope_tables(config.rope, config.context, context)
+        assert inv_freq.isfinite().all() and math.isfinite(scale) and scale > 0
 
 
 def test_head_sizes():

@@ -103,6 +103,38 @@ def test_attention_over_pages_equals_loops(seed, requests, heads, A, B, window):
     assert torch.allclose(out, naive_attention(q_THA, keys, values, new, A**-0.5, window), atol=1e-12)
 
 
+@given(st.integers(0, 2**30), st.sampled_from(["q", "k", "v"]), st.sampled_from([math.nan, math.inf, -math.inf]),
+       st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([0, 3, 64]))
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(seed, part, bad, dtype, window):
+    """Rows before it keep their bits, as do other requests: other prompts may find their keys in the prefix cache."""
+    picks = torch.Generator().manual_seed(seed)
+    new = torch.randint(1, 12, (3,), generator=picks).tolist()
+    lengths = [num_new + int(torch.randint(0, 30, (), generator=picks)) for num_new in new]
+    starts = [sum(new[:s]) for s in range(4)]
+    kv, table_SM, keys, values = paged(lengths, 2, 16, 8, seed)
+    kv = KV(kv.k_PBGA.to(dtype), kv.v_PBGA.to(dtype), 0)
+    batch = SimpleNamespace(starts_S1=starts, lengths_S=lengths, tables_SM=(table_SM,))
+    q_THA = random(sum(new), 4, 16, seed=seed, dtype=dtype)
+    whole = kernels.attention(q_THA, kv, batch, 0.25, window)
+    assert whole.isfinite().all()
+
+    past = lengths[1] - new[1]
+    place = int(torch.randint(past if part == "q" else 0, lengths[1], (), generator=picks))
+    if part == "q":
+        q_THA[starts[1] + place - past, 1, 3] = bad
+    else:
+        row = {"k": keys, "v": values}[part][1][place : place + 1]
+        row[0, 1, 3] = bad
+        slot_T = table_SM[1, place // 8].long()[None] * 8 + place % 8
+        kernels.store_kv_(kv, keys[1][place : place + 1], values[1][place : place + 1], slot_T)
+    out = kernels.attention(q_THA, kv, batch, 0.25, window)
+    sees = torch.zeros(sum(new), dtype=torch.bool)
+    for i in range(past, lengths[1]):
+        in_sight = place <= i and (not window or place > i - window)
+        sees[starts[1] + i - past] = i == place if part == "q" else in_sight
+    assert out[sees].isnan().all() and torch.equal(out[~sees], whole[~sees])
+
+
 def test_store_touches_only_its_slots():
     kv, _, _, _ = paged([5], 2, 8, 8)
     before = kv.k_PBGA.clone(), kv.v_PBGA.clone()

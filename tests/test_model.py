@@ -14,6 +14,7 @@ from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from families import RopeConfig
 from model import load_model, rope_tables
+from sampling import SamplingParams
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 LLAMA3 = RopeConfig(theta=10000, dim=16, kind="llama3", factor=8, original_context=64, low_freq_factor=1,
@@ -145,3 +146,84 @@ def test_every_missing_tensor_is_named(tmp_path):
         load_model(checkpoint, torch.float32)
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"):
         assert name in str(error.value)
+
+
+# ---- biases and divisors are the config's, not whatever a file holds
+
+
+def notes_of(path):
+    with open_checkpoint(path) as checkpoint:
+        return load_model(checkpoint, torch.float64).notes
+
+
+@pytest.mark.parametrize("sizes", [{"q": 64}, {"q": 64, "k": 32, "v": 32}, {"q": 3}], ids=["q", "qkv", "misshapen"])
+def test_biases_that_the_config_does_not_name_are_left_out(tmp_path, sizes):
+    """As transformers does; with a note."""
+    extra = {f"model.layers.1.self_attn.{part}_proj.bias": torch.ones(size) for part, size in sizes.items()}
+    folder = tiny.write_safetensors(tmp_path / "more", tensors=tiny.tiny_tensors(tiny.tiny_config()) | extra)
+    assert torch.equal(logits_of(folder), logits_of(tiny.write_safetensors(tmp_path / "plain")))
+    note, = notes_of(folder)
+    assert "does not use" in note and all(name in note for name in extra)
+
+
+@pytest.mark.parametrize("layer, name, size, missing", [
+    (0, "self_attn.q_proj", 64, "attn_k"), (1, "self_attn.q_proj", 64, "attn_k"), (1, "self_attn.v_proj", 32, "attn_q"),
+    (1, "mlp.gate_proj", 96, "ffn_up"), (0, "mlp.down_proj", 64, "ffn_gate")])
+def test_a_gguf_with_some_of_its_biases_lacks_the_others(tmp_path, layer, name, size, missing):
+    """It has no settings for biases: one in any layer means all of them."""
+    extra = {f"model.layers.{layer}.{name}.bias": torch.ones(size)}
+    path = tiny.write_gguf(tmp_path / "m.gguf", tensors=tiny.tiny_tensors(tiny.tiny_config()) | extra)
+    with pytest.raises(ValueError, match=rf"blk\.0\.{missing}\.bias \(\d+,\) is missing"):
+        logits_of(path)
+
+
+@pytest.mark.parametrize("divisors, words", [
+    (torch.ones(1), r"is \(1,\), not \(8,\)"), (torch.ones(7), r"\(7,\), not"), (torch.ones(8, 1), r"\(8, 1\), not"),
+    (torch.tensor([1.0, 0] * 4), "holds 0.0"), (torch.full((8,), math.nan), "holds nan"),
+    (-torch.ones(8), "holds -1.0"), (torch.full((8,), math.inf), "holds inf")])
+def test_rope_divisors_that_do_not_fit(tmp_path, monkeypatch, divisors, words):
+    monkeypatch.setitem(tiny.GGUF_TOP, "rope_freqs", "rope_freqs")
+    tensors = tiny.tiny_tensors(tiny.tiny_config()) | {"rope_freqs.weight": divisors}
+    with pytest.raises(ValueError, match=rf"rope_freqs\.weight .*{words}"):
+        logits_of(tiny.write_gguf(tmp_path / "m.gguf", tensors=tensors))
+
+
+def test_a_thousand_missing_layers_are_one_short_line(tmp_path):
+    tensors = tiny.tiny_tensors(tiny.tiny_config())
+    folder = tiny.write_safetensors(tmp_path, tensors=tensors, num_hidden_layers=1024)
+    with pytest.raises(ValueError, match=r"9198 of 9219 .*layers\.2\..*; and 9193 more") as error:
+        logits_of(folder)
+    assert len(str(error.value)) < 1000
+
+
+# ---- numbers that are not finite never become a token
+
+
+def finish_reason(engine, tokens):
+    return engine.generate([tokens], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_an_error(tmp_path, dtype, bad):
+    """Wherever it stands: torch's attention loses a NaN in queries and keys, softmax an infinity."""
+    config = tiny.tiny_config("qwen2")
+    for name in [name for name in tiny.shapes(config) if "embed" not in name]:
+        tensors = tiny.tiny_tensors(config)
+        tensors[name].view(-1)[5] = bad
+        with open_checkpoint(tiny.write_safetensors(tmp_path, "qwen2", tensors=tensors)) as checkpoint:
+            engine = Engine(load_model(checkpoint, dtype), EngineConfig(num_pages=16, page_size=8))
+        for tokens in (TOKENS[:1], TOKENS[:3], TOKENS):
+            assert finish_reason(engine, tokens) == "error", name
+
+
+@pytest.mark.parametrize("width", [3, 512])
+def test_a_prefix_is_not_spoiled_by_what_follows_it(tmp_path, width):
+    """A NaN at the end of a prompt must not reach the pages before it, which other prompts find in the cache."""
+    tensors = tiny.tiny_tensors(tiny.tiny_config())
+    tensors["model.embed_tokens.weight"][200] = math.nan
+    with open_checkpoint(tiny.write_safetensors(tmp_path, tensors=tensors)) as checkpoint:
+        engine = Engine(load_model(checkpoint, torch.float32),
+                        EngineConfig(num_pages=16, page_size=8, max_step_tokens=width))
+    assert finish_reason(engine, [*TOKENS, 200]) == "error"
+    assert finish_reason(engine, [*TOKENS, 7]) == "length" and engine.stats.cached_tokens >= 8

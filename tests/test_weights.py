@@ -164,14 +164,15 @@ def test_tied_with_a_head_uses_the_embedding(tmp_path, same):
 def test_unused_tensors_are_noted_and_old_buffers_are_not(tmp_path):
     def add(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-        tensors["model.layers.1.adapter.weight"] = torch.ones(8)
+        tensors |= {f"model.layers.1.adapter{i}.weight": torch.ones(8) for i in range(7)}
+        tensors["a\33[2J\n"] = torch.ones(8)
 
     with open_checkpoint(tiny.write_safetensors(tmp_path, tensors=edited("llama", add))) as checkpoint:
         weights = Weights(checkpoint, torch.float32)
         for name in expected("llama"):
             weights.take(name)
         note, = weights.notes
-        assert note.endswith("does not use: model.layers.1.adapter.weight")
+        assert "does not use: a?[2J?, model.layers.1.adapter0.weight, " in note and note.endswith(", and 3 more")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
