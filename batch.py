@@ -10,6 +10,7 @@ input is still the same.
 
 import codecs
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -81,12 +82,12 @@ def main(engine: Engine, args) -> int:
         source = Source(file, is_text=args.input.lower().endswith(".txt"))
         if args.raw and source.dialect is OPENAI:
             raise ValueError("--raw is for short lines: in OpenAI's form /v1/completions continues the text as it is")
-        answered = check_output(path, file, args)
-        num_todo = source.survey(answered)
-        if path and args.resume and path.is_file():
-            repair(path)
         max_held = HELD_BACK * engine.config.max_requests
-        with held_signals() as signals:
+        with alone(path), held_signals() as signals:
+            answered = check_output(path, file, args)
+            num_todo = source.survey(answered)
+            if path and args.resume and path.is_file():
+                repair(path)
             with open_output(path, args, max_held) as output, progress(num_todo, output) as show:
                 tally = run(engine, args, source, answered, output, show, signals)
                 output.finish(source)
@@ -277,6 +278,28 @@ class Output:
     def _emit(self, answer: Mapping) -> None:
         self.file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
+
+
+@contextlib.contextmanager
+def alone(path: Path | None) -> Iterator[None]:
+    """Nobody else writes to this output meanwhile: two runs would lose each other's answers. The lock goes with the
+    process, however it ends; the empty file beside the output goes at the end."""
+    if path is None or path.exists() and not path.is_file():
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise ValueError(f"another run writes to {path}: wait for its end or name another output")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one ans
 UNLIMITED = SamplingParams(max_tokens=None)
 QUOTES = '"""'
 REFRESH_S = 0.08
+MAX_FILE_BYTES = 64 << 20  # of what /read, /save and /load look at
 
 Messages = list[dict[str, str]]
 
@@ -478,15 +479,26 @@ def show_settings(chat: Conversation, argument: str) -> None:
 
 
 def read_file(chat: Conversation, argument: str) -> None:
-    text = decode_utf8(Path(argument).expanduser().read_bytes(), argument).removeprefix("\ufeff").removesuffix("\n")
+    text = decode_utf8(file_bytes(argument), argument).removeprefix("\ufeff").removesuffix("\n")
     chat.attached.append(text.removesuffix("\r"))
     say(f"{len(text)} characters of {argument} go in front of the next message")
 
 
+def file_bytes(argument: str) -> bytes:
+    """What a file holds, if it is one and of a size that a conversation can have."""
+    path = Path(argument).expanduser()
+    if not argument or path.exists() and not path.is_file():
+        raise ValueError(f"{argument or 'nothing'} is not a file: name one")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{argument} has {path.stat().st_size} bytes but at most {MAX_FILE_BYTES} are read: name "
+                         "another file")
+    return path.read_bytes()
+
+
 def save(chat: Conversation, argument: str) -> None:
     path = Path(argument).expanduser()
-    if path.exists():
-        saved_conversation(path)  # anything else is not ours to replace
+    if path.exists() or not argument:
+        saved_conversation(argument)  # anything else is not ours to replace
     settings = {name: value for name, value in asdict(chat.settings).items() if name not in NOT_IN_CHAT}
     saved = {"model": chat.engine.name, "system": chat.system, "settings": settings, "messages": chat.messages}
     unfinished = path.with_name(path.name + ".part")
@@ -496,7 +508,7 @@ def save(chat: Conversation, argument: str) -> None:
 
 
 def load(chat: Conversation, argument: str) -> None:
-    saved = saved_conversation(Path(argument).expanduser())
+    saved = saved_conversation(argument)
     messages = read_messages(saved["messages"]) if saved["messages"] else []
     settings = checked(chat.engine, SamplingParams.from_fields(saved.get("settings") or {}, UNLIMITED))
     system = saved.get("system")
@@ -510,9 +522,10 @@ def load(chat: Conversation, argument: str) -> None:
     say(f"{len(messages)} messages from {argument}{other}")
 
 
-def saved_conversation(path: Path) -> Mapping:
+def saved_conversation(path: str) -> Mapping:
+    content = file_bytes(path)
     try:
-        saved = json.loads(path.read_text("utf-8"))
+        saved = json.loads(content.decode())
     except (ValueError, RecursionError):
         saved = None
     if not isinstance(saved, dict) or not isinstance(saved.get("messages"), list):

@@ -131,6 +131,9 @@ class Engine:
             num_pages = int(num_bytes // page_bytes)
             if config.max_requests == 1:
                 num_pages = min(num_pages, -(-self.model.context // config.page_size))
+        if num_pages * page_bytes > free_memory_bytes():
+            raise ValueError(f"a cache of {num_pages} pages needs {num_pages * page_bytes / 1e9:.1f} GB but "
+                             f"{free_memory_bytes() / 1e9:.1f} are free: lower --num-pages or --cache-memory")
         if num_pages < 1:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
@@ -183,11 +186,11 @@ class Engine:
         if not tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if len(tokens) >= self.capacity:
-            limit, remedy = "context", "--context"
+            limit, more = "context", " or raise --context" * (self.model.context < self.model.config.max_context)
             if self.capacity < self.model.context:
-                limit, remedy = f"cache of {self.cache.num_pages} pages", "--cache-memory"
+                limit, more = f"cache of {self.cache.num_pages} pages", " or raise --cache-memory or --num-pages"
             raise ValueError(f"the prompt has {len(tokens)} tokens but the {limit} holds {self.capacity}, one of them "
-                             f"for the answer: shorten it or raise {remedy}")
+                             f"for the answer: shorten it{more}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give stop_token_ids")
         params.check_ids(self.vocab)

@@ -61,8 +61,8 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     parser.add_argument("--version", action="version", version=f"quire {VERSION}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in commands.items():
-        sub = subparsers.add_parser(name, help=command.help, usage=f"run.py {name} {command.usage}",
-                                  description=f"{command.help.capitalize()}.")
+        sub = subparsers.add_parser(name, prog=f"run.py {name}", usage=f"run.py {name} {command.usage}",
+                                    help=command.help, description=f"{command.help.capitalize()}.")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for title in (None, *command.groups):
             group = sub if title is None else sub.add_argument_group(title)
@@ -128,6 +128,7 @@ def class_settings(text: str) -> tuple[str, dict[str, float]]:
 CLASS_FIELDS = {"priority": "priority", "share": "share", "reserve": "reserved_pages", "max-waiting": "max_waiting",
                 "max-tokens": "max_tokens"}
 COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
+THREADS = value(int, lambda n: 1 <= n <= 256, "is not a whole number from 1 to 256")
 PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power of two from 8 to 256")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
@@ -173,7 +174,7 @@ SAMPLING_FLAGS = [
 SAMPLING_FIELDS = [names[-1].removeprefix("--").replace("-", "_") for names, _ in SAMPLING_FLAGS]
 ENGINE_FLAGS = [
     *DTYPE_FLAGS,
-    flag("--threads", type=COUNT, metavar="N", help="default: the physical cores it may use"),
+    flag("--threads", type=THREADS, metavar="N", help="default: the physical cores it may use"),
     flag("--device", type=one_of("auto", "cpu", later="cuda"), metavar="NAME", help="cpu"),
     flag("--kernels", type=one_of("auto", "torch", later="native"), metavar="NAME", help="torch"),
     flag("-c", "--context", type=COUNT, metavar="N", help="most tokens, prompt and answer (as trained)"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from flags import (COUNT, DTYPE_NBYTES, IDS, NOT_BUILT, SAMPLING_FIELDS, Command, UsageError, flag, make_parser,
                    normalized, switch, value)
-from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, warn
+from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, open_closed_streams, warn
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoint
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
+MAX_SAMPLES = 4096  # in the engine together
 LINE_END = re.compile(r"\r?\n\Z")
 WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  # less has no room for a picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. An error becomes one line on stderr."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that `finally` has its say
     # A thread of torch that waits for another spins for a moment and then sleeps. By default it spins on, and where
@@ -75,13 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> int:
     words = with_command(decoded(words))
-    args = make_parser(COMMANDS).parse_args(list(normalized(words)))
+    args, unknown = make_parser(COMMANDS).parse_known_args(list(normalized(words)))
+    if unknown:
+        raise UsageError(f"unknown: {' '.join(unknown)}; run.py {args.command} --help lists the flags")
     args.sampling = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     return args.run(args)
 
 
 def one_line(error: Exception) -> str:
     """What went wrong, for the user: value, limit, remedy. A bug of ours is told by its type too."""
+    if isinstance(error, MemoryError):
+        return "out of memory: lower --cache-memory or --context, or take a smaller model or --dtype"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed here: `make run` sets up .venv once, then run .venv/bin/python run.py"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
@@ -114,6 +121,8 @@ def generate(args: argparse.Namespace) -> int:
     if not prompt:
         raise UsageError("the prompt is empty: give some text")
     params = sampling_params(args)
+    if params.num_samples > MAX_SAMPLES:
+        raise UsageError(f"num_samples is {params.num_samples} but generate draws at most {MAX_SAMPLES}: use batch")
     if params.num_samples == 1 and args.max_requests is None:
         args.max_requests = 1  # a cache for one context is enough
     start_s = time.perf_counter()

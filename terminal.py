@@ -30,6 +30,13 @@ def warn(notes: Iterable[str]) -> None:
         print(f"run.py: warning: {note}", file=sys.stderr)
 
 
+def open_closed_streams() -> None:
+    """A standard stream that the caller closed is empty, or swallows what is written: nothing lands in another one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
 def abandon(*streams) -> None:
     """What is still buffered goes nowhere: the interpreter would complain of it at its end."""
     for stream in streams:

@@ -48,9 +48,9 @@ def by_id(path: Path) -> dict:
             for id, answer in found.items()}
 
 
-def records(num: int, rng=random.Random(5)) -> list[dict]:
+def records(num: int) -> list[dict]:
     """Short lines of very different lengths, some sampled, all sharing a beginning."""
-    made = []
+    rng, made = random.Random(5), []
     for i in range(num):
         text = "Once upon a time " + "".join(rng.choices("abcdefgh ", k=rng.randrange(1, 60)))
         made.append({"id": f"r{i}", "prompt": text, "max_tokens": rng.choice((1, 2, 5, 30)), "seed": i,

@@ -220,6 +220,22 @@ def test_an_existing_output_is_not_harmed(engine, tmp_path):
     assert run(engine, source, out, overwrite=True) == 0 and len(read(out)) == 1
 
 
+def test_two_runs_do_not_share_an_output(engine, folder, tmp_path):
+    source, out, step, refusals = write(tmp_path / "in", records(5)), tmp_path / "out", engine.step, []
+
+    def second():
+        for flags in ({"resume": True}, {"overwrite": True}, {"resume": True, "ordered": True}):
+            with pytest.raises(ValueError, match="another run writes to"):
+                run(load(folder), source, out, **flags)
+            refusals.append(flags)
+        engine.step = step
+        return step()
+
+    engine.step = second
+    assert run(engine, source, out) == 0 and len(refusals) == 3
+    assert len(read(out)) == 5 and [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error(engine, tmp_path):
     with pytest.raises(OSError, match="space"):
@@ -306,7 +322,7 @@ def test_an_interrupt_loses_nothing_finished(engine, folder, tmp_path, kind, fla
             run(engine, source, out, **flags)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert len(read(out)) == num_finished > 3 and not engine.has_work
+    assert 0 < len(read(out)) == num_finished < 20 and not engine.has_work
     if flags:
         order = [line["id"] for line in lines]
         assert [answer["id"] for answer in read(out)] == sorted((a["id"] for a in read(out)), key=order.index)

@@ -259,6 +259,15 @@ def test_an_unknown_command_says_so_and_goes_on(engine, monkeypatch, capsys):
     assert said.out == f"{said.turns[0].text}\n\n"
 
 
+def test_devices_and_huge_files_are_left_alone(engine, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(chat, "MAX_FILE_BYTES", 10)
+    (tmp_path / "big").write_text("x" * 11)
+    said = run(engine, monkeypatch, capsys, "/save /dev/full", "/read /dev/zero", "/load /dev/zero", "/save", "/load",
+               f"/read {tmp_path / 'big'}", f"/save {tmp_path / 'big'}", "hello")
+    assert said.status == 0 and len(said.turns) == 1
+    assert said.err.count("is not a file") == 5 and said.err.count("11 bytes but at most 10") == 2
+
+
 def test_bad_input_fails_a_turn_and_goes_on(engine, monkeypatch, capsys):
     said = run(engine, monkeypatch, capsys, "a", b"\xc3\xa9\x96", "b", '"""open', "end")
     assert (said.status, len(said.turns)) == (1, 2)

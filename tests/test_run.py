@@ -143,6 +143,27 @@ def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")
 
 
+def test_the_remedy_names_the_command_that_was_called(call):
+    refused(call("generate", "-p", "x", "--bogus"), "--bogus; run.py generate --help")
+    refused(call("tokenize", "-p", "x", "extra", "more"), "run.py tokenize --help")
+    refused(call("batch", "in", "-t", "x"), "run.py batch --help")
+
+
+def test_limits_of_a_machine(call):
+    refused(call("-p", "x", "-m", "no-such-model", "--threads", 100000), "1 to 256")
+    refused(call("-p", "x", "-m", "no-such-model", "--num-samples", 10**9), "at most 4096")
+
+
+def test_what_a_machine_lacks_is_told_with_a_remedy(call, abc, monkeypatch):
+    refused(call("-m", abc, "-p", "x", "--num-pages", 10**12), "GB", "free", "--num-pages", status=1)
+    for error, words in ((MemoryError(), "--cache-memory"), (ModuleNotFoundError(name="torch"), "make run")):
+        def fail(args, error=error):
+            raise error
+
+        monkeypatch.setattr(run, "load_engine", fail)
+        refused(call("-m", abc, "-p", "x"), words, status=1)
+
+
 def test_resuming_needs_an_output_file(call, tmp_path):
     for words in (["--resume"], ["--overwrite"], ["--resume", "-o", "-"]):
         refused(call("batch", tmp_path / "in", "-m", "no-such-model", *words), "-o OUT")
@@ -506,6 +527,12 @@ def test_text_is_utf8_whatever_the_locale(abc, tmp_path, env):
     ids = " ".join(map(str, ids_of(text))).encode()
     assert [road.communicate(timeout=30) for road in roads] == [(ids + b"\n", b"")] * 3
     assert decoding.communicate(timeout=30) == (text.encode(), b"")
+
+
+def test_nothing_of_stderr_lands_on_stdout(abc):
+    command = f"{sys.executable} {ROOT / 'run.py'} -m {abc} -p x -n 3 -t 1 --stats 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1
 
 
 def test_standard_streams_may_be_closed(abc):
