@@ -93,10 +93,6 @@ class Stats:
     held_pages: int
     shared_pages: int  # of those, by more than one request
 
-    @property
-    def hit_rate(self) -> float:
-        return self.cached_tokens / max(1, self.prompt_tokens)
-
 
 class Engine:
     """Runs requests over one model. Without a tokenizer, prompts are token ids and there is no text.

@@ -8,7 +8,7 @@ into chunks, the token at a position sees the same noise. Start at `SamplingPara
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,11 +66,6 @@ class SamplingParams:
             raise ValueError("a stop string is empty: every text contains it; leave it out")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens} but max_tokens only {self.max_tokens}: lower the first")
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        """Every name that `from_fields` takes, aliases included, spelled with underscores."""
-        return tuple(f.name for f in fields(SamplingParams)) + tuple(ALIASES)
 
     @staticmethod
     def from_fields(given: Mapping, base: "SamplingParams | None" = None) -> "SamplingParams":

@@ -32,10 +32,10 @@ def test_defaults_are_those_of_transformers(family):
     values = {key: tiny.BASE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                               "num_attention_heads")} | {"model_type": family}
     theirs = transformers_config(family, {**values, "num_key_value_heads": None})
-    for given in (values, values | dict.fromkeys(("num_key_value_heads", "head_dim", "rope_scaling", "rope_theta",
+    for partial in (values, values | dict.fromkeys(("num_key_value_heads", "head_dim", "rope_scaling", "rope_theta",
                                                   "rms_norm_eps", "tie_word_embeddings", "hidden_act", "layer_types",
                                                   "eos_token_id", "bos_token_id", "sliding_window"))):
-        ours = configure(Fields("config.json", given))
+        ours = configure(Fields("config.json", partial))
         assert ours.norm_eps == theirs.rms_norm_eps and ours.tied == theirs.tie_word_embeddings
         assert ours.context == ours.max_context == theirs.max_position_embeddings
         assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"], dim=16)
