@@ -65,3 +65,19 @@ def tb(tmp_path):
 def spm(tmp_path_factory):
     """A small sentencepiece model with byte fallback, and its pieces as (text, score, type)."""
     return tokens.train_sentencepiece(tmp_path_factory.mktemp("spm"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny llama with a context of 256 tokens, for batch files."""
+    import tiny
+
+    return tiny.tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def engine(folder):
+    """An engine on it that nobody has used."""
+    import batches
+
+    return batches.load(folder)

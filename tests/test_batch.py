@@ -22,16 +22,6 @@ from sampling import SamplingParams
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
-
-
-@pytest.fixture
-def engine(folder):
-    return load(folder)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers
 

@@ -1,21 +1,9 @@
 """dialects.py: what a line may ask for, the shape of its answer, and what is said of a line that cannot be answered."""
 
-
 import pytest
 
-import tiny
 from batches import CHAT, chat_line, load, read, run, text_line, write
 from sampling import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
-
-
-@pytest.fixture
-def engine(folder):
-    return load(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
