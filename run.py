@@ -7,6 +7,7 @@ Start at `main`, then `generate` and `load_engine`; the table of commands is at 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
 MAX_SAMPLES = 4096  # in the engine together
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 LINE_END = re.compile(r"\r?\n\Z")
 WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  # less has no room for a picture
 
@@ -327,6 +329,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     sampling_params(args, vocab=min(config.vocab, tokenizer.vocab_size))
     if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
         torch.set_num_threads(args.threads or usable_cores())
+    keep_large_blocks_apart()
     model = load_model(checkpoint, getattr(torch, dtype_names(config, args)[0]), context=args.context)
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
@@ -334,6 +337,14 @@ def load_engine(args: argparse.Namespace) -> Engine:
         trace = open(args.trace, "w", encoding="utf-8", buffering=1)
         engine.on_step = lambda step: trace.write(json.dumps(step, ensure_ascii=False) + "\n")
     return engine
+
+
+def keep_large_blocks_apart() -> None:
+    """Has glibc map blocks of 4 MB and more one by one. By itself it stops doing so once such a block was freed, and
+    weights then lie between gaps that nothing fills: 1.1 GB more for a model of 3.6."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 4 << 20)
 
 
 def make_engine_config(args: argparse.Namespace) -> EngineConfig:
