@@ -36,7 +36,8 @@ LOGIT_ROWS = 64   # rows as wide as the vocabulary that perplexity works on at o
 class Workload:
     """`requests` requests at once, each of `prompt_tokens` random ids answered with `generated_tokens`.
 
-    The first `shared_tokens` of the prompts are the same. `variant` tells rows of one name apart."""
+    The first `shared_tokens` of the prompts are the same. `variant` tells rows of one name apart. With `spread`, the
+    numbers of tokens are means: each request draws its own, up to that much more or less."""
 
     name: str
     prompt_tokens: int
@@ -45,10 +46,11 @@ class Workload:
     requests: int = 1
     shared_tokens: int = 0
     variant: str | None = None
+    spread: int = 0
 
     @property
     def decodes(self) -> bool:
-        return self.interval is decode_interval
+        return self.interval in (decode_interval, answered_interval)
 
 
 def prefill_interval(requests: Sequence[Request]) -> tuple[int, float]:
@@ -69,6 +71,11 @@ def served_interval(requests: Sequence[Request]) -> tuple[int, float]:
             max(request.finished_s for request in requests) - min(request.submitted_s for request in requests))
 
 
+def answered_interval(requests: Sequence[Request]) -> tuple[int, float]:
+    """Tokens of the answers, from the first submission to the last answer's end."""
+    return sum(request.num_output for request in requests), served_interval(requests)[1]
+
+
 WORKLOADS = (
     Workload("prefill", 512, 1, prefill_interval),
     Workload("decode", 16, 128, decode_interval),
@@ -76,8 +83,11 @@ WORKLOADS = (
     *(Workload("batch", 128, 128, decode_interval, requests) for requests in (1, 4, 8, 16, 32)),
     Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="cached"),
     Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="uncached"),
+    Workload("mixed", 562, 562, answered_interval, 256, spread=462),
 )
-PLANNED = ("draft", "mixed", "startup")
+STALL = "stall"   # a workload that is measured by itself
+NOT_BY_DEFAULT = ("mixed",)   # takes longer than all the others
+PLANNED = ("draft", "startup")
 PLANNED_PEERS = ("llama.cpp", "transformers", "openvino")
 
 
@@ -98,10 +108,16 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
     print(f"{'name':<10}{'variant':<10}{'engine':<8}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
           f"{'of limit':>10}")
     results = []
+    names = args.names or [*(w.name for w in WORKLOADS if w.name not in NOT_BY_DEFAULT), STALL]
     for workload in WORKLOADS:
-        if not args.names or workload.name in args.names:
+        if workload.name in names:
+            if workload.spread:
+                workload = replace(workload, requests=max(1, round(args.scale * workload.requests)))
             results.append(measure(engine, workload, limits))
             print(table_row(results[-1]), flush=True)
+    if STALL in names:
+        results.append(measure_stall(engine))
+        print(table_row(results[-1]), flush=True)
     if args.json:
         print(json.dumps({"machine": machine(engine.model), "limits": limits, "model": engine.name,
                           "results": results}, ensure_ascii=False, allow_nan=False))
@@ -110,7 +126,7 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
 
 def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
     """Why these workloads or peers cannot be measured, in one line, or None."""
-    built = list(dict.fromkeys(workload.name for workload in WORKLOADS))
+    built = [*dict.fromkeys(workload.name for workload in WORKLOADS), STALL]
     for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, [], PLANNED_PEERS)):
         for name in given:
             if name in planned:
@@ -127,7 +143,9 @@ def table_row(result: dict) -> str:
         return f"{head}  failed: {result['error']}"
     fraction = "-" if result["limit_fraction"] is None else f"{result['limit_fraction']:.0%}"
     failed = f"  {result['failed']} runs failed: {result['error']}" if result["failed"] else ""
-    return f"{head}{result['tokens_per_s']:>12.1f}{result['stdev']:>9.1f}{fraction:>10}{failed}"
+    stall = (f"  95 % of steps within {result['p95_ms']:.0f} ms, without the prompt {result['p95_ms_without']:.0f}"
+             if "p95_ms" in result else "")
+    return f"{head}{result['tokens_per_s']:>12.1f}{result['stdev']:>9.1f}{fraction:>10}{stall}{failed}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +168,8 @@ def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
         if time.perf_counter() > deadline_s:
             break
     rates = rates[1:] or rates
-    num_bytes, flops = token_cost(engine.model, workload, engine.config.max_step_tokens)
+    at_once = replace(workload, requests=min(workload.requests, engine.config.max_requests))
+    num_bytes, flops = token_cost(engine.model, at_once, engine.config.max_step_tokens)
     rate = statistics.median(rates) if rates else None
     result = {"name": workload.name, "engine": "quire", "threads": torch.get_num_threads(), "batch": workload.requests,
               "prompt_tokens": workload.prompt_tokens, "generated_tokens": workload.generated_tokens,
@@ -164,26 +183,69 @@ def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
 def run_once(engine: Engine, workload: Workload, repeat: int) -> tuple[int, float]:
     """Runs the workload to its end: tokens that count, and seconds. ValueError if a request fails or falls short."""
     ids = random.Random(f"{workload.name} {repeat}")   # new in each repeat: a cached prefix would not be measured
-    params = SamplingParams(max_tokens=workload.generated_tokens, ignore_eos=True)
 
-    def random_ids(num_tokens: int) -> list[int]:
-        return [ids.randrange(engine.vocab) for _ in range(num_tokens)]
+    def about(num_tokens: int) -> int:
+        return num_tokens + ids.randint(-workload.spread, workload.spread)
 
-    shared = random_ids(workload.shared_tokens)
-    requests = [engine.submit(shared + random_ids(workload.prompt_tokens - workload.shared_tokens), params)
-                for _ in range(workload.requests)]
+    shared = random_ids(ids, engine.vocab, workload.shared_tokens)
+    requests = []
+    for _ in range(workload.requests):
+        own = random_ids(ids, engine.vocab, about(workload.prompt_tokens - workload.shared_tokens))
+        params = SamplingParams(max_tokens=about(workload.generated_tokens), ignore_eos=True)
+        requests.append(engine.submit(shared + own, params))
     while engine.has_work:
         engine.step()
     for request in requests:
         if request.error:
             raise ValueError(request.error)
-        if len(request.output_ids) != workload.generated_tokens:
-            raise ValueError(f"a request ended ({request.finish_reason}) after {len(request.output_ids)} of "
-                             f"{workload.generated_tokens} tokens: raise --context")
+        if request.num_output != request.params.max_tokens:
+            raise ValueError(f"a request ended ({request.finish_reason}) after {request.num_output} of "
+                             f"{request.params.max_tokens} tokens: raise --context")
     tokens, seconds = workload.interval(requests)
     if not tokens or seconds <= 0:
         raise ValueError(f"{workload.generated_tokens} generated tokens leave nothing to time: use more")
     return tokens, seconds
+
+
+def random_ids(ids: random.Random, vocab: int, num_tokens: int) -> list[int]:
+    return [ids.randrange(vocab) for _ in range(num_tokens)]
+
+
+def measure_stall(engine: Engine, num_decoding: int = 16, prompt_tokens: int = 2048) -> dict:
+    """How long those that decode wait for their next token while a prompt is read beside them, and without it: a row
+    of `results` whose rate is the prompt's."""
+    row = {"name": STALL, "engine": "quire", "threads": torch.get_num_threads(), "batch": num_decoding,
+           "prompt_tokens": prompt_tokens, "generated_tokens": 1, "bytes_per_token": None, "flops_per_token": None,
+           "limit_fraction": None}
+    ids, decoding, rates, without, beside = random.Random(STALL), [], [], [], []
+
+    def submit(num_tokens: int, max_tokens: int | None) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return engine.submit(random_ids(ids, engine.vocab, num_tokens), params)
+
+    def step_ms() -> float:
+        start_s = time.perf_counter()
+        engine.step()
+        return 1000 * (time.perf_counter() - start_s)
+
+    try:
+        decoding += [submit(128, None) for _ in range(num_decoding)]
+        while any(request.num_output < 2 for request in decoding):
+            engine.step()
+        for _ in range(REPEATS):
+            without += [step_ms() for _ in range(20)]
+            prompt = submit(prompt_tokens, 1)
+            while prompt.finish_reason is None:
+                beside.append(step_ms())
+            rates.append(prompt_tokens / (prompt.finished_s - prompt.submitted_s))
+    except ValueError as error:
+        return row | {"tokens_per_s": None, "stdev": None, "repeats": 0, "failed": 1, "error": str(error)}
+    finally:
+        for request in decoding:
+            engine.abort(request)
+    p95_ms, p95_ms_without = (sorted(times)[int(0.95 * len(times))] for times in (beside, without))
+    return row | {"tokens_per_s": statistics.median(rates), "stdev": statistics.pstdev(rates), "repeats": len(rates),
+                  "failed": 0, "p95_ms": p95_ms, "p95_ms_without": p95_ms_without}
 
 
 def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[float, float]:
@@ -209,6 +271,8 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
     num_bytes = sum(matrix.nbytes for matrix in matrices(model)) + workload.requests * kv_bytes
     flops = 2 * sum(matrix.numel() for matrix in matrices(model)) - 2 * (1 - head_share) * model.output_VD.numel()
     flops += 4 * model.config.heads * model.config.head_dim * sum(seen)
+    if workload.interval is answered_interval:   # each token of an answer stands for its share of the prompt
+        flops *= 1 + workload.prompt_tokens / workload.generated_tokens
     return computed_share * num_bytes / step_rows, computed_share * flops
 
 

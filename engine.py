@@ -219,10 +219,12 @@ class Engine:
             drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing])
         for chunk in chunks:
             self.scheduler.commit(chunk)
+        seconds = time.perf_counter() - start_s
+        self.scheduler.observe(chunks, 1000 * seconds)
         self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
                          output_tokens=len(drawing))
         if self.on_step is not None:
-            self.on_step(self._trace(chunks, time.perf_counter() - start_s))
+            self.on_step(self._trace(chunks, seconds))
         return outputs + [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
 
     @property

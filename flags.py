@@ -130,6 +130,7 @@ CLASS_FIELDS = {"priority": "priority", "share": "share", "reserve": "reserved_p
 COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
 THREADS = value(int, lambda n: 1 <= n <= 256, "is not a whole number from 1 to 256")
 PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power of two from 8 to 256")
+SCALE = value(float, lambda x: 0 < x <= 100, "is not a number above 0, at most 100")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
 NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")

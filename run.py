@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import (COUNT, DTYPE_NBYTES, IDS, NOT_BUILT, SAMPLING_FIELDS, Command, UsageError, flag, make_parser,
+from flags import (COUNT, DTYPE_NBYTES, IDS, SAMPLING_FIELDS, SCALE, Command, UsageError, flag, make_parser,
                    normalized, switch, value)
 from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, open_closed_streams, warn
 
@@ -563,9 +563,10 @@ COMMANDS = {
         switch("--overwrite", "replace an existing OUT"),
     ], ("model", "sampling", "engine")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
-        flag("names", nargs="*", metavar="NAME", help="prefill, decode, depth, batch, prefix; default: all"),
+        flag("names", nargs="*", metavar="NAME",
+             help="prefill, decode, depth, batch, prefix, stall, mixed; default: all but mixed"),
         flag("--peer", action="append", default=[], metavar="NAME", help="measure another engine too (repeatable)"),
-        flag("--scale", type=NOT_BUILT, help=argparse.SUPPRESS),
+        flag("--scale", type=SCALE, default=1.0, metavar="X", help="of mixed's 256 requests, this part (1)"),
         switch("--json", "one JSON document as the last line"),
     ], ("model", "engine")),
     "perplexity": Command(run_perplexity, "tell how well a model predicts a text (-c 512)", "FILE [flags]", [

@@ -5,6 +5,7 @@ A request is two numbers, computed and wanted; `plan` closes the gap within the 
 of thousands or one decoded token. Start at `Request`, then `Scheduler.plan`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from sampling import Sampler, SamplingParams
 
 LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
 LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
+READ_TIME = 0.75  # beside requests that decode, a prompt is read for at most this part of the time those take alone,
+LEAST_READ = 32  # but at least for the budget / this
 PATIENCE = 16  # steps' worth of its share that a class lets those above it have before it takes its share back
 
 
@@ -113,6 +116,34 @@ class Chunk:
         return self.end == len(self.request.tokens)
 
 
+class Pace:
+    """What a step costs here: milliseconds = fixed + a * requests that decode + b * tokens of prompts, fitted to the
+    steps so far by recursive least squares with forgetting, on relative errors."""
+
+    KEPT = 0.99  # of a step's weight, with every step after it
+    UNKNOWN = 1e6  # variance of a cost that nothing is known of
+
+    def __init__(self):
+        self.costs = [0.0, 0.0, 0.0]
+        self.covariance = [[self.UNKNOWN * (i == j) for j in range(3)] for i in range(3)]
+
+    def observe(self, num_decoding: int, num_read: int, ms: float) -> None:
+        features = 1 / ms, num_decoding / ms, num_read / ms
+        spread = [sum(c * x for c, x in zip(row, features)) for row in self.covariance]
+        total = self.KEPT + sum(x * s for x, s in zip(features, spread))
+        error = 1 - sum(cost * x for cost, x in zip(self.costs, features))
+        self.costs = [cost + error * s / total for cost, s in zip(self.costs, spread)]
+        # What no step has shown for long is not forgotten without end.
+        kept = self.KEPT if max(self.covariance[i][i] for i in range(3)) < self.UNKNOWN else 1
+        self.covariance = [[(c - s * t / total) / kept for c, t in zip(row, spread)]
+                           for row, s in zip(self.covariance, spread)]
+
+    def tokens_beside(self, num_decoding: int) -> float:
+        """Tokens of prompts that take as long as a step in which so many decode and nothing is read."""
+        fixed, decoding, read = self.costs
+        return max(0.0, fixed + decoding * num_decoding) / read if read > 0 else math.inf
+
+
 @dataclass
 class Line:
     """One admission class at work: who waits, who runs, and the tokens it was passed over for."""
@@ -134,6 +165,7 @@ class Scheduler:
 
     def __init__(self, cache: Cache, max_requests: int, classes: Iterable[AdmissionClass] = DEFAULT_CLASSES):
         self.cache, self.max_requests = cache, max_requests
+        self.pace = Pace()
         self.num_left = 0  # requests that have ended, or were taken out
         ranked = sorted(classes, key=lambda cls: -cls.priority)
         scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
@@ -185,12 +217,14 @@ class Scheduler:
     def plan(self, budget_tokens: int) -> list[Chunk]:
         """The next step's chunks, at most `budget_tokens` tokens in all; pages for them are held when it returns.
 
-        A token for everyone who runs comes before a second one for anybody: a long prompt never stalls the decodes.
-        Then the classes read prompts in the order of priority, each as far as `_reads` allows.
+        A token for everyone who runs comes before a second one for anybody, and beside those that decode no prompt
+        takes more time than they do: a long one never stalls them. The classes read in the order of priority, as far
+        as what the lower ones are owed allows.
         """
         can_admit = self._hold_pages() == 0
         granted = {request: 1 for request in self.running[:budget_tokens]}
         left = budget_tokens - len(granted)
+        most_each = self._most_each(sum(request.want == 1 for request in granted), budget_tokens)
         owed = {name: self._owed(line, budget_tokens) for name, line in self.lines.items()}
         num_used = len(granted)
         above_reads = above_runs = False
@@ -201,7 +235,7 @@ class Scheduler:
                 limit = taken_back
             elif above_runs:
                 limit = max(taken_back, budget_tokens // LENT_SHARE)
-            num_read = self._read(line, granted, min(limit, left), can_admit)
+            num_read = self._read(line, granted, min(limit, left), most_each, can_admit)
             left -= num_read
             num_used += num_read
             self._settle(line, num_read, num_used, above_reads)
@@ -224,17 +258,25 @@ class Scheduler:
         else:
             line.debt += line.share * num_used - num_read
 
-    def _read(self, line: Line, granted: dict[Request, int], limit: int, can_admit: bool) -> int:
+    def _most_each(self, num_decoding: int, budget_tokens: int) -> int:
+        """Tokens that one prompt may read beside so many that decode. Several prompts read as much each: where they
+        come faster than they are read, more and more are read at once."""
+        if not num_decoding:
+            return budget_tokens
+        in_time = READ_TIME * self.pace.tokens_beside(num_decoding)
+        return int(min(budget_tokens, max(in_time, budget_tokens // LEAST_READ, 1)))
+
+    def _read(self, line: Line, granted: dict[Request, int], limit: int, most_each: int, can_admit: bool) -> int:
         """Grants tokens of prompts, in order of arrival: how many, at most `limit`."""
         left = limit
         for request in line.running:
             if request in granted:
-                extra = min(request.want - granted[request], left)
+                extra = min(min(request.want, most_each) - granted[request], left)
                 granted[request] += extra
                 left -= extra
         while left > 0 and can_admit and self._admit(line):
             request = line.running[-1]
-            granted[request] = min(request.want, left)
+            granted[request] = min(request.want, most_each, left)
             left -= granted[request]
         return limit - left
 
@@ -243,6 +285,12 @@ class Scheduler:
         request = chunk.request
         request.num_computed = chunk.end
         self.cache.publish(request.lease, request.tokens, request.num_computed)
+
+    def observe(self, chunks: Sequence[Chunk], ms: float) -> None:
+        """Notes how long a step took."""
+        sizes = [chunk.end - chunk.start for chunk in chunks]
+        num_decoding = sizes.count(1)
+        self.pace.observe(num_decoding, sum(sizes) - num_decoding, ms)
 
     # ---- pages --------------------------------------------------------------------------------------------------
 

@@ -131,8 +131,8 @@ RESULT_FIELDS = {"name", "engine", "threads", "batch", "prompt_tokens", "generat
 FAST_LIMITS = {"memory_gb_per_s": 10.0, "memory_gb_per_s_at_model_size": 20.0, "matmul_gflops": 100.0}
 
 
-def bench_args(*names, peer=None, json=False):
-    return SimpleNamespace(names=list(names), peer=peer, json=json)
+def bench_args(*names, peer=None, json=False, scale=1.0):
+    return SimpleNamespace(names=list(names), peer=peer, json=json, scale=scale)
 
 
 def test_document(llama, capsys, monkeypatch):
@@ -155,7 +155,7 @@ def test_document(llama, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("args, words", [
-    (bench_args("decode", "mixed"), "workload 'mixed' is not built yet"),
+    (bench_args("decode", "draft"), "workload 'draft' is not built yet"),
     (bench_args("speed"), "unknown workload 'speed': there is prefill, decode"),
     (bench_args(peer=["llama.cpp"]), "peer 'llama.cpp' is not built yet"),
     (bench_args(peer=["ollama"]), "unknown peer 'ollama'"),
@@ -171,7 +171,7 @@ def test_a_workload_that_cannot_run_is_reported_as_failed(llama, capsys, monkeyp
     monkeypatch.setattr(bench, "WORKLOADS", (bench.Workload("prefill", 600, 1, bench.prefill_interval),
                                              bench.Workload("decode", 510, 8, bench.decode_interval),
                                              bench.Workload("short", 16, 1, bench.decode_interval)))
-    assert bench.main(bench_args(json=True), lambda args: llama) == 1
+    assert bench.main(bench_args("prefill", "decode", "short", json=True), lambda args: llama) == 1
     lines = capsys.readouterr().out.splitlines()
     results = json.loads(lines[-1])["results"]
     assert all(result["tokens_per_s"] is result["limit_fraction"] is None for result in results)
@@ -217,6 +217,34 @@ def test_a_shared_prefix_is_computed_once(llama):
     assert costs[0][1] / costs[1][1] == pytest.approx((64 + 4 * 32) / (4 * 96))
     result = bench.measure(llama, uncached, FAST_LIMITS)
     assert result["variant"] == "uncached" and result["failed"] == 0 and llama.config.prefix_cache
+
+
+def test_mixed_draws_its_own_lengths_and_scales(llama, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "machine_limits", lambda model: FAST_LIMITS)
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    mixed = bench.Workload("mixed", 50, 20, bench.answered_interval, 40, spread=15)
+    monkeypatch.setattr(bench, "WORKLOADS", (mixed,))
+    finished = []
+    submit = llama.submit
+    monkeypatch.setattr(llama, "submit", lambda *args: finished.append(submit(*args)) or finished[-1])
+    assert bench.main(bench_args("mixed", json=True, scale=0.25), lambda args: llama) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
+    assert result["batch"] == 10 and result["repeats"] == 1 and len(finished) == 20
+    for name, mean in (("num_prompt", 50), ("num_output", 20)):
+        lengths = [getattr(request, name) for request in finished]
+        assert mean - 15 <= min(lengths) < mean < max(lengths) <= mean + 15
+    decode = bench.Workload("decode", 50, 20, bench.decode_interval, 10)
+    costs = [bench.token_cost(llama.model, workload, 512) for workload in (decode, bench.replace(mixed, requests=10))]
+    assert costs[1][1] == pytest.approx(costs[0][1] * (1 + 50 / 20))
+
+
+def test_stall_compares_steps_with_and_without_a_prompt_beside_them(llama, monkeypatch):
+    monkeypatch.setattr(bench, "REPEATS", 2)
+    result = bench.measure_stall(llama, num_decoding=3, prompt_tokens=100)
+    assert (result["batch"], result["repeats"]) == (3, 2) and 0 < result["p95_ms_without"] and 0 < result["p95_ms"]
+    assert not llama.has_work
+    result = bench.measure_stall(llama, num_decoding=3, prompt_tokens=100_000)
+    assert result["repeats"] == 0 and "100000" in result["error"] and not llama.has_work
 
 
 def test_limit_fraction_is_that_of_the_narrower_limit():

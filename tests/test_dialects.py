@@ -128,8 +128,11 @@ def test_text_lines_have_openais_shape(engine, folder, tmp_path):
         prompt + sample.text for prompt, sample in zip(["ab", "ab", "cde", "cde"], expected)]
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
     assert several["usage"]["prompt_tokens"] == 5 and several["usage"]["completion_tokens"] == 12
-    assert ids["choices"] == text["choices"] and ids["usage"]["completion_tokens"] == 16  # OpenAI's default
-    logprobs = ids["choices"][0]["logprobs"]
+    assert ids["choices"][0]["text"] == text["choices"][0]["text"]
+    assert ids["usage"]["completion_tokens"] == 16  # OpenAI's default
+    logprobs, others = (body["choices"][0]["logprobs"] for body in (ids, text))
+    assert logprobs["tokens"] == others["tokens"] and logprobs["text_offset"] == others["text_offset"]
+    assert logprobs["token_logprobs"] == pytest.approx(others["token_logprobs"], rel=1e-12)  # not to the last bit
     assert {len(column) for column in logprobs.values()} == {16}
     for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]):
         assert top[token] == logprob and len(top) <= 3

@@ -8,7 +8,7 @@ import torch
 
 from kvcache import Cache, KVSpec
 from sampling import Sampler, SamplingParams
-from scheduler import DEFAULT_CLASSES, AdmissionClass, Request, Scheduler
+from scheduler import DEFAULT_CLASSES, AdmissionClass, Pace, Request, Scheduler
 
 
 def make_scheduler(num_pages=32, max_requests=8, prefix=True, classes=DEFAULT_CLASSES):
@@ -27,9 +27,11 @@ def waiting(scheduler):
     return [request for line in scheduler.lines.values() for request in line.waiting]
 
 
-def step(scheduler, budget):
-    """Plans and commits one step; {request: tokens computed}."""
+def step(scheduler, budget, ms_of=None):
+    """Plans and commits one step, which takes `ms_of` its tokens; {request: tokens computed}."""
     chunks = scheduler.plan(budget)
+    if ms_of and chunks:
+        scheduler.observe(chunks, ms_of(sum(chunk.end - chunk.start for chunk in chunks)))
     assert sum(chunk.end - chunk.start for chunk in chunks) <= budget
     for chunk in chunks:
         assert chunk.start == chunk.request.num_computed < chunk.end <= len(chunk.request.tokens)
@@ -248,6 +250,57 @@ def test_requests_that_name_no_class():
     assert scheduler.class_of(tokens, "interactive") == "interactive"  # little of it is left to compute
 
 
+# ---- what a step costs, and how much is read beside those that decode
+
+
+def test_the_pace_is_learnt_from_steps_that_are_disturbed_now_and_then():
+    rng, pace = random.Random(5), Pace()
+    for _ in range(300):
+        num_decoding, num_read = rng.randint(0, 20), rng.choice([0, 0, 20, 100, 512])
+        ms = (3 + 0.5 * num_decoding + 0.25 * num_read) * rng.uniform(0.95, 1.05) * (rng.random() < 0.05 and 10 or 1)
+        pace.observe(num_decoding, num_read, ms)
+    for num_decoding in (1, 4, 16, 20):
+        assert pace.tokens_beside(num_decoding) == pytest.approx((3 + 0.5 * num_decoding) / 0.25, rel=0.15)
+
+
+def test_the_pace_follows_a_machine_that_slows_down_however_long_nothing_was_read():
+    pace = Pace()
+    for num_decoding, num_read, ms in [(0, 512, 50)] * 5 + [(16, 0, 10)] * 5000 + [(16, 75, 25)] * 50:
+        pace.observe(num_decoding, num_read, ms)
+    assert pace.tokens_beside(16) == pytest.approx(10 / (15 / 75), rel=0.1)
+
+
+@pytest.mark.parametrize("fixed_ms, decoding_ms, read_ms", [
+    (2, 0.2, 0.2), (100, 0.5, 0.4), (1, 0.7, 0.7), (2, 0.4, 0.1)])
+def test_a_long_prompt_at_most_doubles_the_time_between_tokens(fixed_ms, decoding_ms, read_ms):
+    rng = random.Random(1)
+    scheduler = make_scheduler(num_pages=2000, max_requests=32, prefix=False)
+    decoding = [add(scheduler, range(100), f"r{i}") for i in range(16)]
+
+    def timed_step():
+        chunks = scheduler.plan(512)
+        num_read = sum(chunk.end - chunk.start for chunk in chunks if chunk.end > chunk.start + 1)
+        ms = fixed_ms + decoding_ms * (len(chunks) - (num_read > 0)) + read_ms * num_read
+        ms *= rng.lognormvariate(0, 0.05)
+        scheduler.observe(chunks, ms)
+        for chunk in chunks:
+            scheduler.commit(chunk)
+            chunk.request.tokens += [1] * chunk.draws
+        return ms
+
+    def p95(times):
+        return sorted(times)[int(0.95 * len(times))]
+
+    while any(request.num_output < 2 for request in decoding):
+        timed_step()
+    without = p95([timed_step() for _ in range(100)])
+    long, times = add(scheduler, range(6000), "long"), []
+    while not long.num_output:
+        times.append(timed_step())
+    assert p95(times) <= 2 * without
+    assert len(times) <= 1.2 * 6000 * read_ms / (0.75 * (fixed_ms + 16 * decoding_ms))  # nor held back further
+
+
 # ---- fairness, by simulation: a step takes 2 ms and 0.2 ms a token
 
 
@@ -268,7 +321,7 @@ def simulate(num_long_tokens, seed, seconds=150, budget=512):
             submitted_s, num_tokens, class_name = arrivals.popleft()
             request = add(scheduler, [0] * num_tokens, class_name=class_name)
             request.submitted_s = submitted_s
-        computed = step(scheduler, budget)
+        computed = step(scheduler, budget, lambda num_tokens: 2 + 0.2 * num_tokens)
         now_s = now_s + 0.002 + 0.0002 * sum(computed.values()) if computed else arrivals[0][0]
         for request in computed:
             if request.num_output == 1 and request.class_name == "long":
