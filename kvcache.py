@@ -123,7 +123,8 @@ class Group:
         else:
             table_width = min(table_width, num_pages)
         self.pool = Pool(min(num_pages, max_leases * self.most_pages))
-        self.table = torch.zeros(max_leases, table_width, dtype=torch.int32)
+        self.cells = array("i", bytes(4 * max_leases * table_width))  # lists become cells faster than tensors
+        self.table = torch.frombuffer(self.cells, dtype=torch.int32).view(max_leases, table_width)
         self.num_promised = 0
 
     @property
@@ -297,8 +298,9 @@ class Cache:
 
     def _append_pages(self, lease: Lease, place: int, page_ids: list[int]) -> None:
         if page_ids:
-            held = lease.pages[place]
-            self.groups[place].table[lease.row, len(held) : len(held) + len(page_ids)] = torch.tensor(page_ids)
+            group, held = self.groups[place], lease.pages[place]
+            first = lease.row * group.table.shape[1] + len(held)
+            group.cells[first : first + len(page_ids)] = array("i", page_ids)
             held.extend(page_ids)
 
     def _extend_keys(self, lease: Lease, tokens: Sequence[int], num_pages: int) -> None:

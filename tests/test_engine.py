@@ -4,6 +4,7 @@ All equalities in float64 on tiny random models; texts and stops on models that 
 """
 
 import math
+import time
 
 import pytest
 import torch
@@ -156,6 +157,15 @@ def test_bfloat16_and_float16_run(llama, tmp_path):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         loaded = load(tiny.tiny_llama(tmp_path / str(dtype)), dtype)
         assert [len(ids) for ids in run(loaded)] == [12] * 9
+
+
+def test_the_scheduler_learns_how_long_each_step_took(llama, monkeypatch):
+    engine, seen = make_engine(llama), []
+    monkeypatch.setattr(engine.scheduler, "observe", lambda chunks, ms: seen.append((len(chunks), ms)))
+    start_s = time.perf_counter()
+    engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert [num_chunks for num_chunks, _ in seen] == [2] * 5 and all(ms > 0 for _, ms in seen)
+    assert sum(ms for _, ms in seen) <= 1000 * (time.perf_counter() - start_s)
 
 
 def test_samples_of_one_prompt(llama):

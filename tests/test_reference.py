@@ -5,6 +5,7 @@ The stored answers were made once by make_references.py, on weights that the ggu
 
 import gc
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,26 @@ def test_perplexity(smollm2, dtype, tolerance):
     result = bench.perplexity(load(smollm2, dtype, context=512), ids)
     assert (result.windows, result.scored) == (12, 3060)
     assert result.ppl == pytest.approx(reference("smollm2")["perplexity"], rel=tolerance)
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_company_changes_no_token(smollm2):
+    """Classes, chunks, shared prefixes, hits and preemption, greedy and sampled, against each request alone."""
+    rng = random.Random(4)
+    prefix = [rng.randrange(49152) for _ in range(70)]
+    prompts = [prefix + [rng.randrange(49152) for _ in range(n)] for n in (3, 20, 9)] + [prefix[:5], prefix[40:]]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i, temperature=i % 2) for i in range(5)]
+    model = load(smollm2, torch.float64, context=256).model
+    alone = [Engine(model, EngineConfig(num_pages=16, page_size=16, prefix_cache=False)).generate([prompt], each)
+             for prompt, each in zip(prompts, params)]
+    engine = Engine(model, EngineConfig(num_pages=9, page_size=16, max_step_tokens=17))
+    together = [engine.submit(prompt, each, class_name=name)
+                for prompt, each, name in zip(prompts, params, ("batch", "long", "interactive", "batch", "long"))]
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in together] == [completion.token_ids for completion, in alone]
+    assert engine.stats.cached_tokens and engine.stats.preemptions
 
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------
