@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 from dialects import OPENAI, SHORT, TEXT, Dialect, Job, Record, digest
 from engine import Engine
+from scheduler import LineFull
 from terminal import decode_utf8, held_signals, is_terminal
 
 FED_AHEAD = 2  # requests in the engine, as a multiple of those it runs at once: enough to keep it busy
@@ -43,6 +44,7 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    cancelled: int = 0  # answers cut by --deadline
 
     @property
     def seconds(self) -> float:
@@ -63,10 +65,13 @@ class Tally:
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += request.num_cached
             self.preemptions += request.num_preemptions
+            self.cancelled += request.finish_reason == "cancelled"
 
     def summary(self) -> str:
-        return (f"{self.records} requests · {self.failed} failed · {self.tokens} tokens · {self.tokens_per_s:.1f} "
-                f"tok/s · hit rate {self.hit_rate:.0%} · {self.preemptions} preemptions · {self.seconds:.1f} s")
+        cancelled = f" · {self.cancelled} cancelled" if self.cancelled else ""
+        return (f"{self.records} requests · {self.failed} failed{cancelled} · {self.tokens} tokens · "
+                f"{self.tokens_per_s:.1f} tok/s · hit rate {self.hit_rate:.0%} · {self.preemptions} preemptions · "
+                f"{self.seconds:.1f} s")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,15 +107,18 @@ def run(engine: Engine, args, source: "Source", answered: set[bytes], output: "O
     """Answers the records that are not in `answered`, with a few more in the engine than it can run at once. A signal
     ends it between two steps."""
     todo = enumerate(record for record in source.records() if not record.keys & answered)
-    tally, in_flight = Tally(), {}
+    tally, in_flight, held = Tally(), {}, None
     max_in_flight = FED_AHEAD * engine.config.max_requests
     while not signals:
-        while len(in_flight) < max_in_flight and output.has_room and not signals and (item := next(todo, None)):
-            index, record = item
+        while len(in_flight) < max_in_flight and output.has_room and not signals and (item := held or next(todo, None)):
+            held, (index, record) = None, item
             try:
                 job = submit(engine, args, source.dialect, record, index)
                 in_flight |= dict.fromkeys(job.requests, job)
             except ValueError as error:
+                if isinstance(error, LineFull) and in_flight:
+                    held = item  # it comes first when somebody has left
+                    break
                 tally.count(None, failed=True)
                 output.write(index, source.dialect.failure(record, str(error)))
         if not in_flight:
@@ -318,7 +326,7 @@ def check_output(path: Path | None, file: BinaryIO, args) -> set[bytes]:
     if os.path.samestat(path.stat(), os.fstat(file.fileno())):
         raise ValueError(f"{path} is the input too: name another output")
     if args.resume:
-        return {answer_key(answer) for _, _, answer in answers(path) if answer["error"] is None}
+        return {answer_key(answer) for _, _, answer in answers(path) if is_final(answer)}
     if not args.overwrite:
         raise ValueError(f"{path} exists: continue it with --resume, replace it with --overwrite, or name another")
     return set()
@@ -343,6 +351,13 @@ def answers(path: Path) -> Iterator[tuple[int, bytes, Mapping]]:
             offset += len(line)
 
 
+def is_final(answer: Mapping) -> bool:
+    """Whether --resume may leave it as it is: it did not fail, and no deadline cut it."""
+    body = (answer.get("response") or {}).get("body") or {}
+    ends = [choice.get("finish_reason") for choice in (answer, *answer.get("samples", ()), *body.get("choices", ()))]
+    return answer["error"] is None and "cancelled" not in ends
+
+
 def answer_key(answer: Mapping) -> bytes:
     """The one of a record's `keys` by which its answer can be known."""
     request_id = answer.get("request_id") or (answer.get("response") or {}).get("request_id")
@@ -353,7 +368,7 @@ def answer_key(answer: Mapping) -> bytes:
 def repair(path: Path) -> None:
     """Cuts failed records, which will be done again, and a torn last line."""
     with replacing(path) as file:
-        file.writelines(line for _, line, answer in answers(path) if answer["error"] is None)
+        file.writelines(line for _, line, answer in answers(path) if is_final(answer))
 
 
 def put_in_order(path: Path, source: Source) -> None:

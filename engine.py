@@ -134,7 +134,8 @@ class Engine:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
         return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
-                     max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache)
+                     max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
+                     domain=f"{self.name} {self.model.dtype} {dtype}")
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
@@ -152,7 +153,8 @@ class Engine:
         now = time.perf_counter()
         end_ids = (set() if params.ignore_eos else self.eos_ids) | set(params.stop_token_ids)
         sampler = Sampler(params, tokens, [end_id for end_id in end_ids if end_id < self.vocab], self.vocab)
-        class_name = class_name or self.scheduler.class_of(tokens, self.config.usual_class)
+        if class_name is None:
+            class_name = self.scheduler.class_of(tokens, self.config.usual_class)
         request = Request(id, params, tokens, sampler, submitted_s=now, class_name=class_name,
                           deadline_s=None if deadline_s is None else now + deadline_s,
                           logprobs=None if params.logprobs is None else [])
@@ -182,11 +184,13 @@ class Engine:
         if not tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if len(tokens) >= self.capacity:
-            limit, more = "context", " or raise --context" * (self.model.context < self.model.config.max_context)
+            limit, needed = "context", ""
+            more = " or raise --context" * (self.model.context < self.model.config.max_context)
             if self.capacity < self.model.context:
                 limit, more = f"cache of {self.cache.num_pages} pages", " or raise --cache-memory or --num-pages"
-            raise ValueError(f"the prompt has {len(tokens)} tokens but the {limit} holds {self.capacity}, one of them "
-                             f"for the answer: shorten it{more}")
+                needed = f" ({self.cache.pages_for(len(tokens) + 1)} pages)"
+            raise ValueError(f"the prompt has {len(tokens)} tokens{needed} but the {limit} holds {self.capacity}, one "
+                             f"of them for the answer: shorten it{more}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give stop_token_ids")
         params.check_ids(self.vocab)
@@ -223,15 +227,18 @@ class Engine:
         self.scheduler.observe(chunks, 1000 * seconds)
         self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
                          output_tokens=len(drawing))
-        if self.on_step is not None:
-            self.on_step(self._trace(chunks, seconds))
-        return outputs + [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+        trace = self.on_step and self._trace(chunks, seconds)
+        outputs += [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+        if trace:
+            self.on_step(trace)  # last: whatever comes of it, the step is complete
+        return outputs
 
     @property
     def stats(self) -> Stats:
         pool = self.cache.groups[0].pool
         return Stats(*(self.sums[name] for name in ("steps", "computed_tokens", "prompt_tokens", "cached_tokens",
-                                                    "output_tokens", "preemptions")),
+                                                    "output_tokens")),
+                     preemptions=self.scheduler.num_preemptions,
                      evictions=sum(group.pool.num_evictions for group in self.cache.groups), free_pages=len(pool.free),
                      cached_pages=len(pool.cached), held_pages=sum(n > 0 for n in pool.holders),
                      shared_pages=sum(n > 1 for n in pool.holders))
@@ -299,7 +306,6 @@ class Engine:
         request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
-        self.sums.update(preemptions=request.num_preemptions)
         if request.admitted_s is not None:
             self.sums.update(prompt_tokens=request.num_prompt, cached_tokens=request.num_cached)
         return Output(request, text + rest, list(token_ids))

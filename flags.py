@@ -64,8 +64,10 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         sub = subparsers.add_parser(name, prog=f"run.py {name}", usage=f"run.py {name} {command.usage}",
                                     help=command.help, description=f"{command.help.capitalize()}.")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        group = sub
         for title in (None, *command.groups):
-            group = sub if title is None else sub.add_argument_group(title)
+            if title not in (None, "requests"):  # those stand under the title before them
+                group = sub.add_argument_group(title)
             for names, options in command.flags if title is None else GROUPS[title]:
                 group.add_argument(*names, **options)
         sub.set_defaults(run=command.run, command=name, **command.defaults)
@@ -185,10 +187,6 @@ ENGINE_FLAGS = [
     flag("--max-step-tokens", type=COUNT, default=512, metavar="N", help="computed in a step (512)"),
     flag("--max-requests", type=COUNT, metavar="N", help="running at a time (64)"),
     switch("--no-prefix-cache", "compute shared prefixes again"),
-    flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
-    flag("--class", type=CLASS, action="append", default=[], dest="classes", metavar="NAME:KEY=X,...",
-         help=f"admission class: {', '.join(CLASS_FIELDS)} (repeatable)"),
-    flag("--trace", metavar="FILE", help="write what each step did, a JSON line each"),
     # What is promised and this build lacks is refused, never ignored.
     *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
       ("--draft", "--draft-tokens", "--draft-tree")),
@@ -196,8 +194,14 @@ ENGINE_FLAGS = [
     flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
     flag("--prefill", type=one_of("exact", later="bfloat16"), help=argparse.SUPPRESS),
 ]
+REQUEST_FLAGS = [
+    flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
+    flag("--class", type=CLASS, action="append", default=[], dest="classes", metavar="NAME:KEY=X,...",
+         help=f"admission class: {', '.join(CLASS_FIELDS)} (repeatable)"),
+    flag("--trace", metavar="FILE", help="write what each step did, a JSON line each"),
+]
 GROUPS = {"prompt": PROMPT_FLAGS, "model": MODEL_FLAGS, "arithmetic": DTYPE_FLAGS, "sampling": SAMPLING_FLAGS,
-          "engine": ENGINE_FLAGS}
+          "engine": ENGINE_FLAGS, "requests": REQUEST_FLAGS}
 
 
 @dataclass(frozen=True)

@@ -153,12 +153,14 @@ class Cache:
 
     At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache),
     computed in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits.
+    `domain` goes into every key: whatever else the keys and values depend on.
     """
 
     def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, dtype: torch.dtype,
                  device: str | torch.device = "cpu", max_leases: int = 64, max_tokens: int | None = None,
-                 max_step_tokens: int = 512, prefix: bool = True):
+                 max_step_tokens: int = 512, prefix: bool = True, domain: str = ""):
         self.page_size, self.num_pages, self.prefix = page_size, num_pages, prefix
+        self.root = blake2b(domain.encode(), digest_size=16).digest()  # key of the empty prefix
         kinds = list(dict.fromkeys(specs))
         max_tokens = num_pages * page_size if max_tokens is None else max_tokens
         self.groups = [Group(spec, num_pages, page_size, max_leases, max_tokens, max_step_tokens) for spec in kinds]
@@ -169,12 +171,17 @@ class Cache:
             v_PBGA = torch.empty(*shape, spec.v_dim, dtype=dtype, device=device)
             self.layers.append(KV(k_PBGA, v_PBGA, kinds.index(spec)))
         self.free_rows = list(reversed(range(max_leases)))
-        self.being_written: set[bytes] = set()  # keys of prompts' pages that some lease is about to publish
+        self.being_written: dict[bytes, Lease] = {}  # keys of prompts' pages, and the lease that will publish them
 
     @property
     def num_available(self) -> int:
         """Pages that could be had now in every group."""
         return min(group.num_available for group in self.groups)
+
+    @property
+    def num_available_full(self) -> float:
+        """The same of layers that see everything; those with a window always have what one lease can need."""
+        return min((group.num_available for group in self.groups if not group.window), default=math.inf)
 
     @property
     def capacity(self) -> float:
@@ -224,19 +231,22 @@ class Cache:
         return next(n for n in range(num_hit, -1, -1)
                     if all(run[n] >= n - group.first_in_sight(n * self.page_size) for group, run in windows))
 
-    def awaits(self, lease: Lease, tokens: Sequence[int]) -> bool:
-        """Whether the page after those that `match` found is being written under another lease: worth waiting for."""
+    def awaited(self, lease: Lease, tokens: Sequence[int]) -> bytes | None:
+        """Key of the page after those that `match` found, if it is being written under another lease: worth waiting
+        for."""
         has_next = self.prefix and lease.num_published < (len(tokens) - 1) // self.page_size
-        return has_next and lease.keys[lease.num_published] in self.being_written
+        key = lease.keys[lease.num_published] if has_next else None
+        return key if key in self.being_written else None
 
     def grow(self, lease: Lease, num_tokens: int, spare: int = 0, writes: int = 0) -> bool:
-        """Gives an open lease room for `num_tokens` tokens in all, if `spare` pages are left over then; else False, and
-        nothing changed. The pages that the first `writes` tokens fill are announced: others may wait for them instead
-        of computing the same."""
+        """Gives an open lease room for `num_tokens` tokens in all, if `spare` pages are left over then (of a group with
+        a window as large a part of its pages); else False, and nothing changed. The pages that the first `writes`
+        tokens fill are announced: others may wait for them instead of computing the same."""
         wanted = [min(self.pages_for(num_tokens), group.most_pages) for group in self.groups]
         for place, group in enumerate(self.groups):
             num_lacking = wanted[place] - (lease.promised[place] if group.window else len(lease.pages[place]))
-            if num_lacking > 0 and num_lacking + spare > group.num_available:
+            kept = spare * group.pool.num_pages // self.num_pages if group.window else spare
+            if num_lacking > 0 and num_lacking + kept > group.num_available:
                 return False
         for place, group in enumerate(self.groups):
             group.num_promised += max(0, wanted[place] - lease.promised[place])
@@ -246,7 +256,7 @@ class Cache:
         if writes and self.prefix:
             new = lease.keys[lease.num_published : writes // self.page_size]
             lease.writes = [key for key in new if key not in self.being_written]
-            self.being_written.update(lease.writes)
+            self.being_written.update(dict.fromkeys(lease.writes, lease))
         return True
 
     def reach(self, lease: Lease, start: int, end: int) -> None:
@@ -288,7 +298,8 @@ class Cache:
         lease.row = None
 
     def _end_writes(self, lease: Lease, num_keys: int) -> None:
-        self.being_written.difference_update(lease.writes[:num_keys])
+        for key in lease.writes[:num_keys]:
+            del self.being_written[key]
         lease.writes = lease.writes[num_keys:]
 
     def _take(self, lease: Lease, place: int, num_pages: int) -> None:
@@ -308,7 +319,7 @@ class Cache:
         if num_pages <= first:
             return
         raw = array("i", tokens[first * self.page_size : num_pages * self.page_size]).tobytes()
-        key = lease.keys[-1] if lease.keys else b""
+        key = lease.keys[-1] if lease.keys else self.root
         for offset in range(0, len(raw), nbytes):
             key = blake2b(key + raw[offset : offset + nbytes], digest_size=16).digest()
             lease.keys.append(key)

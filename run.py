@@ -320,6 +320,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     from engine import Engine
     from model import load_model
 
+    check_trace(args)
     engine_config = make_engine_config(args)
     checkpoint = open_checkpoint(args)
     config = checkpoint.config
@@ -334,9 +335,27 @@ def load_engine(args: argparse.Namespace) -> Engine:
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
     if args.trace is not None:
-        trace = open(args.trace, "w", encoding="utf-8", buffering=1)
-        engine.on_step = lambda step: trace.write(json.dumps(step, ensure_ascii=False) + "\n")
+        engine.on_step = trace_writer(args.trace)
     return engine
+
+
+def trace_writer(path: str) -> Callable[[dict], None]:
+    file = open(path, "w", encoding="utf-8", buffering=1)
+
+    def write(step: dict) -> None:
+        try:
+            file.write(json.dumps(step, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+
+    return write
+
+
+def check_trace(args: argparse.Namespace) -> None:
+    """UsageError if --trace would write over what the command reads or writes."""
+    for path in (getattr(args, name, None) for name in ("file", "input", "output")):
+        if args.trace is not None and path not in (None, "-") and Path(path).resolve() == Path(args.trace).resolve():
+            raise UsageError(f"--trace would overwrite {path}: name another file")
 
 
 def keep_large_blocks_apart() -> None:
@@ -540,6 +559,7 @@ def trace(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The commands
 
+NO_REQUEST_FLAGS = {"deadline": None, "classes": [], "trace": None}  # of commands whose requests are their own
 COMMANDS = {
     "generate": Command(generate, "answer one prompt", "[TEXT | -p TEXT | -f FILE] [flags]", [
         flag("-S", "--system", metavar="TEXT", help="the system turn"),
@@ -549,11 +569,11 @@ COMMANDS = {
         switch("--echo", "repeat the prompt before the answer"),
         switch("--json", "one JSON object a sample"),
         switch("--stats", "statistics on stderr, as in a terminal"),
-    ], ("prompt", "model", "sampling", "engine")),
+    ], ("prompt", "model", "sampling", "engine", "requests")),
     "chat": Command(run_chat, "talk in the terminal, or line by line from a pipe", "[flags]", [
         flag("-S", "--system", metavar="TEXT", help="the system turn"),
         switch("--stats", "statistics on stderr, as in a terminal"),
-    ], ("model", "sampling", "engine")),
+    ], ("model", "sampling", "engine", "requests")),
     "batch": Command(run_batch, "answer a file of prompts", "IN [-o OUT] [flags]", [
         flag("input", metavar="IN", help="JSON lines, or a .txt with a prompt a line; - is stdin"),
         flag("-o", "--output", metavar="OUT", help="default: stdout"),
@@ -561,19 +581,19 @@ COMMANDS = {
         switch("--raw", "continue the texts, without chat template"),
         switch("--resume", "do what OUT lacks, or holds as failed"),
         switch("--overwrite", "replace an existing OUT"),
-    ], ("model", "sampling", "engine")),
+    ], ("model", "sampling", "engine", "requests")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
         flag("names", nargs="*", metavar="NAME",
              help="prefill, decode, depth, batch, prefix, stall, mixed; default: all but mixed"),
         flag("--peer", action="append", default=[], metavar="NAME", help="measure another engine too (repeatable)"),
         flag("--scale", type=SCALE, default=1.0, metavar="X", help="of mixed's 256 requests, this part (1)"),
         switch("--json", "one JSON document as the last line"),
-    ], ("model", "engine")),
+    ], ("model", "engine"), NO_REQUEST_FLAGS),
     "perplexity": Command(run_perplexity, "tell how well a model predicts a text (-c 512)", "FILE [flags]", [
         flag("file", nargs="?", metavar="FILE", help="UTF-8 text"),
         flag("--ids", metavar="FILE", help="a JSON list of token ids instead of text"),
         switch("--json", "one JSON object"),
-    ], ("model", "engine"), {"context": 512}),
+    ], ("model", "engine"), {"context": 512, **NO_REQUEST_FLAGS}),
     "tokenize": Command(tokenize, "turn text into token ids, or back", "[-p TEXT | -f FILE | --decode IDS] [flags]", [
         switch("--show", "a line a token: id, tab, text as a JSON string"),
         switch("--no-bos", "without the token that begins a text"),

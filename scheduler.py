@@ -19,6 +19,8 @@ LONG_TOKENS = 8192  # a request with more to compute is long, unless its class w
 LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
 READ_TIME = 0.75  # beside requests that decode, a prompt is read for at most this part of the time those take alone,
 LEAST_READ = 32  # but at least for the budget / this
+MOST_PASSED = 4  # of a share of the admissions: a class of a fifth waits while 20 requests pass it
+LOOK_AHEAD = 256  # requests of a line that are looked at: those in front may wait for pages being written
 PATIENCE = 16  # steps' worth of its share that a class lets those above it have before it takes its share back
 
 
@@ -37,7 +39,8 @@ class AdmissionClass:
     def __post_init__(self):
         for name, allowed, ok in (
                 ("share", "from 0 to 1", 0 <= self.share <= 1),
-                ("reserved_pages", "at least 0", self.reserved_pages >= 0),
+                ("reserved_pages", "from 0 to less than 1, or a whole number",
+                 self.reserved_pages >= 0 and (self.reserved_pages < 1 or float(self.reserved_pages).is_integer())),
                 ("max_waiting", "at least 1", self.max_waiting is None or self.max_waiting >= 1),
                 ("max_tokens", "at least 2", self.max_tokens is None or self.max_tokens >= 2)):
             if not ok:
@@ -67,7 +70,8 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values lie in the cache
     num_cached: int = 0  # of the prompt, found in the cache at first admission
     num_preemptions: int = 0
-    preempted_at: int | None = None  # how many requests had left the scheduler when it was last preempted
+    headroom: int = 1  # pages left over for each who runs, without which it is not admitted; doubled when pages lacked
+    awaited: bytes | None = None  # key of a page that it would rather find than compute
     lease: Lease = field(default_factory=Lease)
     pieces: list[str] = field(default_factory=list)  # of the answer's text
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
@@ -144,6 +148,10 @@ class Pace:
         return max(0.0, fixed + decoding * num_decoding) / read if read > 0 else math.inf
 
 
+class LineFull(ValueError):
+    """As many requests of the class wait as may: one that is refused now may be served later."""
+
+
 @dataclass
 class Line:
     """One admission class at work: who waits, who runs, and the tokens it was passed over for."""
@@ -154,10 +162,17 @@ class Line:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in the order of admission
     debt: float = 0.0  # tokens of its share that went to higher classes since it was last served
+    num_passed: int = 0  # requests of higher classes admitted while it had one waiting, since its own last
+    blocked: tuple | None = None  # the request that did not fit, and what must change before it is tried again
 
     @property
     def num_held(self) -> int:
         return sum(request.lease.num_pages for request in self.running)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether higher classes have admitted so much while it waited that it comes first now."""
+        return bool(self.waiting) and self.share * self.num_passed >= MOST_PASSED
 
 
 class Scheduler:
@@ -166,7 +181,9 @@ class Scheduler:
     def __init__(self, cache: Cache, max_requests: int, classes: Iterable[AdmissionClass] = DEFAULT_CLASSES):
         self.cache, self.max_requests = cache, max_requests
         self.pace = Pace()
-        self.num_left = 0  # requests that have ended, or were taken out
+        self.most_running = max_requests
+        self.num_moves = 0  # requests admitted, preempted or gone
+        self.num_preemptions = 0
         ranked = sorted(classes, key=lambda cls: -cls.priority)
         scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
         self.lines = {cls.name: Line(cls, cls.share / scale, self._pages(cls.reserved_pages)) for cls in ranked}
@@ -186,7 +203,7 @@ class Scheduler:
             raise ValueError(f"class {request.class_name!r} is unknown: known are {', '.join(self.lines)}")
         cls = line.cls
         if cls.max_waiting is not None and len(line.waiting) >= cls.max_waiting:
-            raise ValueError(f"{len(line.waiting)} requests of class {cls.name} are waiting, its limit is "
+            raise LineFull(f"{len(line.waiting)} requests of class {cls.name} are waiting, its limit is "
                              f"{cls.max_waiting}: try again later or raise max-waiting")
         if cls.max_tokens is not None and request.num_prompt >= cls.max_tokens:
             raise ValueError(f"the prompt has {request.num_prompt} tokens but a request of class {cls.name} has at "
@@ -205,7 +222,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of the line or out of the running, with all it holds."""
         line = self.lines[request.class_name]
-        self.num_left += 1
+        self.num_moves += 1
         if request in line.running:
             line.running.remove(request)
             self.cache.release(request.lease)
@@ -221,6 +238,7 @@ class Scheduler:
         takes more time than they do: a long one never stalls them. The classes read in the order of priority, as far
         as what the lower ones are owed allows.
         """
+        self.most_running = min(self.max_requests, budget_tokens)
         can_admit = self._hold_pages() == 0
         granted = {request: 1 for request in self.running[:budget_tokens]}
         left = budget_tokens - len(granted)
@@ -235,7 +253,8 @@ class Scheduler:
                 limit = taken_back
             elif above_runs:
                 limit = max(taken_back, budget_tokens // LENT_SHARE)
-            num_read = self._read(line, granted, min(limit, left), most_each, can_admit)
+            is_next = not any(self.lines[below].is_overdue for below in owed)
+            num_read = self._read(line, granted, min(limit, left), most_each, can_admit and is_next)
             left -= num_read
             num_used += num_read
             self._settle(line, num_read, num_used, above_reads)
@@ -248,8 +267,9 @@ class Scheduler:
 
     def _owed(self, line: Line, budget_tokens: int) -> int:
         """Tokens that a class takes back now from those above it: its share of the step, once they have read as much of
-        its share as PATIENCE steps hold without a pause."""
-        return int(line.share * budget_tokens) if line.debt >= PATIENCE * budget_tokens else 0
+        its share as PATIENCE steps hold without a pause, or have passed it by too often."""
+        is_due = line.is_overdue or line.debt >= PATIENCE * budget_tokens
+        return max(1, int(line.share * budget_tokens)) if is_due and line.share else 0
 
     def _settle(self, line: Line, num_read: int, num_used: int, passed_over: bool) -> None:
         wants = bool(line.waiting) or any(request.want > 1 for request in line.running)
@@ -274,8 +294,7 @@ class Scheduler:
                 extra = min(min(request.want, most_each) - granted[request], left)
                 granted[request] += extra
                 left -= extra
-        while left > 0 and can_admit and self._admit(line):
-            request = line.running[-1]
+        while left > 0 and can_admit and (request := self._admit(line)):
             granted[request] = min(request.want, most_each, left)
             left -= granted[request]
         return limit - left
@@ -292,7 +311,97 @@ class Scheduler:
         num_decoding = sizes.count(1)
         self.pace.observe(num_decoding, sum(sizes) - num_decoding, ms)
 
-    # ---- pages --------------------------------------------------------------------------------------------------
+    # ---- admission and preemption -------------------------------------------------------------------------------
+
+    def _admit(self, line: Line, takes_back: bool = False) -> Request | None:
+        """Admits the first of the line that need not wait for pages which a running request is about to publish, if
+        there is a place and room for it; with `takes_back`, room is made by preempting who holds what is the class's
+        own."""
+        if len(self.running) >= self.most_running:
+            return None
+        request = self._first_ready(line)
+        if request is None:
+            return None
+        while not self._fits(line, request):
+            lender = self._lender(line) if takes_back else None
+            if lender is None:
+                self.cache.release(request.lease)
+                line.blocked = request, self.num_moves, self.cache.num_available
+                return None
+            self._preempt(lender)
+        line.waiting.remove(request)
+        line.running.append(request)
+        self.num_moves += 1
+        line.num_passed = 0
+        for other in self.lines.values():
+            other.num_passed += bool(other.waiting) and other.cls.priority < line.cls.priority
+        if request.admitted_s is None:
+            request.admitted_s = time.perf_counter()
+            request.num_cached = request.num_computed
+        return request
+
+    def _first_ready(self, line: Line) -> Request | None:
+        """The first that need not wait, its lease opened and what the cache has of its prefix in it. It is not looked
+        for again while nothing has changed since it did not fit."""
+        for request in islice(line.waiting, LOOK_AHEAD):
+            if request.awaited in self.cache.being_written:
+                continue
+            if line.blocked is not None:
+                blocked, num_moves, num_available = line.blocked
+                if blocked is request and num_moves == self.num_moves and num_available >= self.cache.num_available:
+                    return None
+            self.cache.open(request.lease)
+            request.num_computed = self.cache.match(request.lease, request.tokens)
+            awaited = self.cache.awaited(request.lease, request.tokens)
+            if awaited is None or self._is_below(line, self.cache.being_written[awaited]):
+                return request
+            request.awaited = awaited
+            self.cache.release(request.lease)
+            request.num_computed = 0
+        return None
+
+    def _is_below(self, line: Line, writer: Lease) -> bool:
+        """Whether a lower class than the line's holds the lease: a prompt that is read in its own time."""
+        return any(request.lease is writer for other in self.lines.values() if other.cls.priority < line.cls.priority
+                   for request in other.running)
+
+    def _fits(self, line: Line, request: Request) -> bool:
+        """Takes pages for all tokens of a request with an open lease, if there are so many. What goes beyond its
+        class's reserve leaves what other classes wait to have of theirs, and headroom for those who run: with less it
+        would soon be thrown out again. Where nobody runs there is nothing to wait for."""
+        spare = 0
+        if self.running and not self._in_reserve(line, request):
+            spare = len(self.running) * request.headroom
+            spare += sum(max(0, other.num_reserved - other.num_held) for other in self.lines.values()
+                         if other is not line and other.num_reserved and other.waiting)
+        return self.cache.grow(request.lease, len(request.tokens), spare, request.num_prompt)
+
+    def _in_reserve(self, line: Line, request: Request) -> bool:
+        num_wanted = self.cache.pages_for(len(request.tokens))
+        return bool(line.num_reserved) and line.num_held + num_wanted <= line.num_reserved
+
+    def _take_back(self, line: Line) -> int:
+        """Admits, at others' cost, what fits the class's own reserve of pages, and what fits its share of the places
+        that lower classes have: how many were preempted for it."""
+        num_before = self.num_preemptions
+        while line.waiting and self._in_reserve(line, line.waiting[0]) and self._admit(line, takes_back=True):
+            pass
+        while line.waiting and len(self.running) >= self.most_running and (lender := self._place_lender(line)):
+            self._preempt(lender)
+            self._admit(line)
+        return self.num_preemptions - num_before
+
+    def _place_lender(self, line: Line) -> Request | None:
+        """The youngest of the lowest class below the line's that has more than its share of places (and than one), if
+        the line has less than its own and pages for its first."""
+        def places(of: Line) -> float:
+            return max(1, of.share * self.most_running)
+
+        num_wanted = self.cache.pages_for(len(line.waiting[0].tokens)) + len(self.running) * line.waiting[0].headroom
+        if len(line.running) >= places(line) or num_wanted > self.cache.num_available_full:
+            return None
+        return next((other.running[-1] for other in reversed(self.lines.values())
+                     if other.cls.priority < line.cls.priority and len(other.running) > places(other)), None)
 
     def _hold_pages(self) -> int:
         """Pages for every token of those who run, higher classes and older requests first; where there are too few,
@@ -301,33 +410,19 @@ class Scheduler:
         for request in self.running:
             line = self.lines[request.class_name]
             while request in line.running and not self.cache.grow(request.lease, len(request.tokens)):
-                self._preempt(self._victim(line))
+                victim = self._lender(line) or line.running[-1]
+                victim.headroom *= 2
+                self._preempt(victim)
                 num_preempted += 1
         return num_preempted
 
-    def _take_back(self, line: Line) -> int:
-        """Preempts others for the head of a line that its class's reserve would hold: how many."""
-        num_preempted = 0
-        while line.waiting and len(self.running) < self.max_requests:
-            num_wanted = self.cache.pages_for(len(line.waiting[0].tokens))
-            others = [other for other in reversed(self.lines.values())
-                      if other is not line and other.running and other.num_held > other.num_reserved]
-            fits_reserve = line.num_held + num_wanted <= line.num_reserved
-            if not fits_reserve or num_wanted + len(self.running) <= self.cache.num_available or not others:
-                break
-            self._preempt(others[0].running[-1])
-            num_preempted += 1
-        return num_preempted
-
-    def _victim(self, asker: Line) -> Request:
-        """The youngest of the lowest class that is not above the asker's, and of those above it that hold more than
-        their reserve if the asker's holds less than its own."""
+    def _lender(self, asker: Line) -> Request | None:
+        """Whose pages a class may have: the youngest of the lowest other class that holds more than its reserve and is
+        not above the asker's, or any, if the asker's holds less than its own."""
         below_reserve = asker.num_held < asker.num_reserved
-        for line in reversed(self.lines.values()):
-            is_open = line is asker or line.num_held > line.num_reserved
-            if line.running and is_open and (line.cls.priority <= asker.cls.priority or below_reserve):
-                return line.running[-1]
-        raise AssertionError("the asker itself runs")
+        return next((other.running[-1] for other in reversed(self.lines.values())
+                     if other is not asker and other.running and other.num_held > other.num_reserved
+                     and (other.cls.priority <= asker.cls.priority or below_reserve)), None)
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of its line. Its tokens stay; what it computed is computed again, less what is still cached
@@ -337,38 +432,6 @@ class Scheduler:
         self.cache.release(request.lease)
         request.num_computed = 0
         request.num_preemptions += 1
-        request.preempted_at = self.num_left
+        self.num_preemptions += 1
+        self.num_moves += 1
         line.waiting.appendleft(request)
-
-    def _admit(self, line: Line) -> bool:
-        """Admits the first of the line that need not wait for pages which a running request is about to publish. One
-        that was preempted waits until somebody has left: it would soon be thrown out again."""
-        running = self.running
-        if len(running) >= self.max_requests:
-            return False
-        for place, request in enumerate(islice(line.waiting, self.max_requests)):
-            if running and request.preempted_at == self.num_left:
-                return False
-            self.cache.open(request.lease)
-            num_cached = self.cache.match(request.lease, request.tokens)
-            if self.cache.awaits(request.lease, request.tokens):
-                self.cache.release(request.lease)
-            elif self._fits(line, request):
-                del line.waiting[place]
-                line.running.append(request)
-                request.num_computed = num_cached
-                if request.admitted_s is None:
-                    request.admitted_s = time.perf_counter()
-                    request.num_cached = num_cached
-                return True
-            else:
-                self.cache.release(request.lease)
-                return False
-        return False
-
-    def _fits(self, line: Line, request: Request) -> bool:
-        """Takes pages for all tokens of a request with an open lease, if there are so many beside what other classes
-        wait to have of their reserve, and one more for each who runs: with less it would soon be thrown out again."""
-        kept = sum(max(0, other.num_reserved - other.num_held) for other in self.lines.values()
-                   if other is not line and other.waiting)
-        return self.cache.grow(request.lease, len(request.tokens), kept + len(self.running), request.num_prompt)

@@ -11,8 +11,8 @@ from sampling import Sampler, SamplingParams
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Pace, Request, Scheduler
 
 
-def make_scheduler(num_pages=32, max_requests=8, prefix=True, classes=DEFAULT_CLASSES):
-    cache = Cache([KVSpec(1, 8, 8)], num_pages, 8, torch.float32, max_leases=max_requests, prefix=prefix)
+def make_scheduler(num_pages=32, max_requests=8, prefix=True, classes=DEFAULT_CLASSES, specs=()):
+    cache = Cache([KVSpec(1, 8, 8), *specs], num_pages, 8, torch.float32, max_leases=max_requests, prefix=prefix)
     return Scheduler(cache, max_requests, classes)
 
 
@@ -146,7 +146,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_reader_is_gone():
     assert second in waiting(scheduler)
     scheduler.remove(first)
     assert step(scheduler, 100)[second] == 41 - 16
-    assert not scheduler.cache.being_written - set(second.lease.keys)
+    assert scheduler.cache.being_written.keys() <= set(second.lease.keys)
 
 
 def test_many_with_one_prefix_compute_it_once():
@@ -221,6 +221,87 @@ def test_reserved_pages_are_lent_and_taken_back():
     assert batch in scheduler.running and greedy[1].num_preemptions == 1 and not greedy[0].num_preemptions
 
 
+def finish_all(scheduler, requests, num_output, budget=16, most_steps=500):
+    """Steps until every request has drawn so much; they leave as they do."""
+    for _ in range(most_steps):
+        step(scheduler, budget)
+        for request in scheduler.running:
+            if request.num_output >= num_output:
+                scheduler.remove(request)
+        if not scheduler.running and not waiting(scheduler):
+            return
+    raise AssertionError(f"{[request.id for request in requests if request.num_output < num_output]} are not served")
+
+
+@pytest.mark.parametrize("reserves", [(10, 10), (0, 10), (10, 0), (5, 15)])
+@pytest.mark.parametrize("specs", [(), (KVSpec(1, 8, 8, window=16),)])
+def test_reserves_neither_block_each_other_nor_throw_out_by_turns(reserves, specs):
+    classes = (AdmissionClass("interactive", 2, 0.5, reserves[0]), AdmissionClass("batch", 1, 0.3, reserves[1]))
+    scheduler = make_scheduler(num_pages=20, max_requests=4, classes=classes, prefix=False, specs=specs)
+    requests = [add(scheduler, range(n), name, name) for n, name in ((73, "interactive"), (80, "batch"))]
+    requests += [add(scheduler, range(n), f"more {n}", name) for n, name in ((100, "interactive"), (90, "batch"))]
+    finish_all(scheduler, requests, num_output=8)
+    assert max(request.num_preemptions for request in requests) <= 2
+    assert scheduler.cache.num_available_full == 20
+
+
+def test_a_class_below_its_reserve_takes_pages_from_who_is_above_theirs():
+    classes = (AdmissionClass("interactive", 2, 0.5), AdmissionClass("long", 0, 0.2, reserved_pages=8))
+    scheduler = make_scheduler(num_pages=20, classes=classes, prefix=False)
+    long = add(scheduler, range(30), "long", "long")
+    step(scheduler, 64)
+    others = [add(scheduler, range(n), f"r{n}") for n in (56, 40)]
+    for _ in range(25):
+        step(scheduler, 200)
+    assert not long.num_preemptions and long.num_output >= 25 and sum(r.num_preemptions for r in others) >= 1
+
+
+def test_places_of_lower_classes_are_taken_back_and_no_class_is_shut_out():
+    scheduler = make_scheduler(num_pages=3000, max_requests=4, prefix=False)
+    for i in range(4):
+        add(scheduler, range(20), f"batch{i}", "batch")
+    step(scheduler, 64), step(scheduler, 64)
+    short = add(scheduler, range(10), "short")
+    for _ in range(3):
+        step(scheduler, 64)
+    assert short.num_output and len(scheduler.lines["batch"].running) == 3
+    waiting_long = add(scheduler, range(20), "long", "long")
+    for i in range(300):  # a queue of higher requests that never empties
+        while len(scheduler.lines["interactive"].waiting) < 2:
+            add(scheduler, range(10), f"r{i}")
+        step(scheduler, 64)
+        for request in scheduler.running:
+            if request is not waiting_long and request.num_output >= 3:
+                scheduler.remove(request)
+    assert waiting_long.num_output
+
+
+def test_nobody_waits_for_a_prefix_that_a_lower_class_reads_in_its_own_time():
+    scheduler = make_scheduler(num_pages=3000, prefix=True)
+    prefix = list(range(800))
+    long = add(scheduler, prefix * 4, "long", "long")
+    step(scheduler, 64)
+    same, busy = add(scheduler, prefix, "same"), add(scheduler, [7] * 2000, "busy")
+    for _ in range(14):
+        step(scheduler, 64)
+    assert same.num_output and long.num_computed < 800 and not busy.num_output
+
+
+def test_what_cannot_be_admitted_is_not_looked_up_in_every_step(monkeypatch):
+    scheduler = make_scheduler(num_pages=40, max_requests=8)
+    add(scheduler, range(240), "runs")
+    while waiting(scheduler) or any(request.want > 1 for request in scheduler.running):
+        step(scheduler, 64)
+    add(scheduler, range(500, 700), "has no room")
+    for i in range(5):
+        add(scheduler, range(900, 1000), f"r{i}", "batch")
+    lookups, match = [], scheduler.cache.match
+    monkeypatch.setattr(scheduler.cache, "match", lambda *args: lookups.append(args) or match(*args))
+    for _ in range(30):
+        step(scheduler, 64)
+    assert len(lookups) <= 12
+
+
 def test_what_a_class_refuses_names_its_limit():
     classes = (AdmissionClass("interactive", max_waiting=2, max_tokens=10),)
     scheduler = make_scheduler(classes=classes)
@@ -231,7 +312,8 @@ def test_what_a_class_refuses_names_its_limit():
         add(scheduler, [3])
     with pytest.raises(ValueError, match="'gold' is unknown: known are interactive"):
         add(scheduler, [3], class_name="gold")
-    for bad in ({"share": 1.5}, {"share": -1}, {"reserved_pages": -1}, {"max_waiting": 0}, {"max_tokens": 1}):
+    for bad in ({"share": 1.5}, {"share": -1}, {"reserved_pages": -1}, {"reserved_pages": 1.5},
+                {"reserved_pages": float("inf")}, {"max_waiting": 0}, {"max_tokens": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             AdmissionClass("x", **bad)
     with pytest.raises(ValueError, match="36 pages but the cache has 32: lower some"):
