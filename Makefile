@@ -30,23 +30,23 @@ help:  ## list what make can do (this list)
 	@echo '                   https://download.pytorch.org/whl/cpu: torch for CPUs alone, without gigabytes of CUDA'
 	@echo 'Models are kept in $$QUIRE_MODELS, by default ~/.cache/quire.'
 
-run: .venv/.ready  ## answer PROMPT="..." with the default model, fetched once
+run: .venv/.native  ## answer PROMPT="..." with the default model, fetched once
 	@$(RUN) generate -p="$$PROMPT" $(ARGS)
 
-chat: .venv/.ready  ## talk with the default model
+chat: .venv/.native  ## talk with the default model
 	@$(RUN) chat $(ARGS)
 
-test: .venv/.ready-dev  ## run the whole test suite
+test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 	@$(RUN) models --fetch default
 	.venv/bin/python -m pytest $(ARGS)
 
-quick: .venv/.ready-dev  ## run the tests that need no model file and no patience (under 90 seconds)
+quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
 	.venv/bin/python -m pytest -m "not slow and not models" $(ARGS)
 
-soak: .venv/.ready-dev  ## run the tests of generated inputs for long, with other inputs every time
+soak: .venv/.ready-dev .venv/.native  ## run the tests of generated inputs for long, with other inputs every time
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
 
-bench: .venv/.ready  ## measure speed on this machine
+bench: .venv/.native  ## measure speed on this machine
 	@$(RUN) bench $(ARGS)
 
 models: .venv/.ready  ## fetch the models of tests and benchmarks: the default and a Qwen2.5-Coder pair (1.7 GB)
@@ -89,3 +89,9 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 
 .venv/.ready-dev: requirements-dev.txt .venv/.ready
 	@$(LOCKED) '$(INSTALL)'
+
+# The kernels, compiled into build/. Where that fails, torch computes instead, and each start says so.
+.venv/.native: .venv/.ready native.py $(wildcard csrc/*.* csrc/cpu/*)
+	@echo 'compiling the kernels into build/ (a minute)' >&2
+	@.venv/bin/python -c 'import native; native.load()' || echo 'that failed: torch will compute, much slower' >&2
+	@touch $@

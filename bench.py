@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from engine import Engine
-from model import Model
+from model import Linear, Model
 from sampling import SamplingParams
 from scheduler import Request
 from terminal import decode_utf8
@@ -262,24 +262,24 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
         step_rows, head_share = min(step_tokens, workload.requests * workload.prompt_tokens), 1 / workload.prompt_tokens
         context = workload.prompt_tokens / 2
     seen = [min(context, spec.window or context) for spec in model.kv_specs()]
-    kv_bytes = sum(n * spec.values_per_token() for n, spec in zip(seen, model.kv_specs())) * model.dtype.itemsize
+    kv_bytes = sum(n * spec.values_per_token() for n, spec in zip(seen, model.kv_specs())) * model.cache_dtype.itemsize
     if workload.variant == "cached":
         num_found = workload.shared_tokens * (workload.requests - 1)
         computed_share = 1 - num_found / (workload.requests * workload.prompt_tokens)
     else:
         computed_share = 1.0
-    num_bytes = sum(matrix.nbytes for matrix in matrices(model)) + workload.requests * kv_bytes
-    flops = 2 * sum(matrix.numel() for matrix in matrices(model)) - 2 * (1 - head_share) * model.output_VD.numel()
+    num_bytes = sum(matrix.weight.nbytes for matrix in matrices(model)) + workload.requests * kv_bytes
+    flops = 2 * sum(matrix.num_weights for matrix in matrices(model)) - 2 * (1 - head_share) * model.output.num_weights
     flops += 4 * model.config.heads * model.config.head_dim * sum(seen)
     if workload.interval is answered_interval:   # each token of an answer stands for its share of the prompt
         flops *= 1 + workload.prompt_tokens / workload.generated_tokens
     return computed_share * num_bytes / step_rows, computed_share * flops
 
 
-def matrices(model: Model) -> list[torch.Tensor]:
+def matrices(model: Model) -> list[Linear]:
     """Every matrix that a step multiplies by; the embedding table counts as the head where the two are tied."""
-    return [linear.weight_OI for layer in model.layers
-            for linear in (layer.attn_qkv, layer.attn_output, layer.ffn_gate_up, layer.ffn_down)] + [model.output_VD]
+    return [linear for layer in model.layers
+            for linear in (layer.attn_qkv, layer.attn_output, layer.ffn_gate_up, layer.ffn_down)] + [model.output]
 
 
 def least_seconds(num_bytes: float, flops: float, limits: dict) -> float:
@@ -312,8 +312,9 @@ def cpu_name() -> str:
 def machine_limits(model: Model) -> dict:
     """What this machine does at best with the threads and the dtype in use: memory read in GB/s over a gibibyte and
     over as much as the model's matrices (caches may hold a small model), dense matmul in GFLOP/s."""
+    size_bytes = sum(matrix.weight.nbytes for matrix in matrices(model))
     return {"memory_gb_per_s": read_rate(GIB, model.device),
-            "memory_gb_per_s_at_model_size": read_rate(sum(matrix.nbytes for matrix in matrices(model)), model.device),
+            "memory_gb_per_s_at_model_size": read_rate(size_bytes, model.device),
             "matmul_gflops": matmul_rate(model.dtype, model.device)}
 
 

@@ -19,6 +19,7 @@ import torch
 
 from kvcache import Cache, Lease
 from model import Batch, Model
+from replay import Replay
 from sampling import Drawn, Sampler, SamplingParams, draw
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from tokenizer import TextStream, Tokenizer
@@ -107,6 +108,7 @@ class Engine:
         self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
         self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         self.cache = self._make_cache()
+        self.replay = Replay(model, self.cache)
         self.capacity = int(min(model.context, self.cache.capacity))  # tokens of one request
         self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
@@ -117,7 +119,7 @@ class Engine:
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
-        dtype = config.cache_dtype or self.model.dtype
+        dtype = config.cache_dtype or self.model.cache_dtype
         page_bytes = config.page_size * sum(spec.values_per_token() for spec in specs) * dtype.itemsize
         num_pages = config.num_pages
         if num_pages is None:
@@ -135,7 +137,7 @@ class Engine:
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
         return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
                      max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
-                     domain=f"{self.name} {self.model.dtype} {dtype}")
+                     domain=f"{self.name} {self.model.dtype} {dtype}", new_kv=self.model.ops.new_kv)
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
@@ -215,12 +217,13 @@ class Engine:
             return outputs
         drawing = [chunk for chunk in chunks if chunk.draws]
         batch = self._pack(chunks)
-        h_TD = self.model.forward(batch, self.cache)
+        h_TD = self.replay.forward(batch)
         drawn: list[Drawn | None] = []
         if drawing:
             logits_LV = self.model.logits(h_TD[batch.row_L])
             requests = [chunk.request for chunk in drawing]
-            drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing])
+            drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing],
+                         self.model.ops.argmax)
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s

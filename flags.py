@@ -154,6 +154,7 @@ DTYPE_FLAGS = [
     flag("--dtype", type=one_of("auto", *DTYPE_NBYTES), default="auto", metavar="TYPE", help=", ".join(DTYPE_NBYTES)),
     flag("--cache-dtype", type=one_of("auto", "float32", "bfloat16", later="int8"), default="auto", metavar="TYPE",
          help="float32, bfloat16; default: as --dtype"),
+    flag("--kernels", type=one_of("auto", "native", "torch"), metavar="NAME", help="auto, native or torch"),
 ]
 SAMPLING_FLAGS = [
     sampling("-n", "--max-tokens", type=int, metavar="N", help="the answer's length at most (512)"),
@@ -179,7 +180,6 @@ ENGINE_FLAGS = [
     *DTYPE_FLAGS,
     flag("--threads", type=THREADS, metavar="N", help="default: the physical cores it may use"),
     flag("--device", type=one_of("auto", "cpu", later="cuda"), metavar="NAME", help="cpu"),
-    flag("--kernels", type=one_of("auto", "torch", later="native"), metavar="NAME", help="torch"),
     flag("-c", "--context", type=COUNT, metavar="N", help="most tokens, prompt and answer (as trained)"),
     flag("--page-size", type=PAGE_SIZE, default=32, metavar="N", help="tokens a page of the cache holds (32)"),
     flag("--cache-memory", type=POSITIVE, metavar="GB", help="default: 4, or 40 %% of what is free"),

@@ -1,7 +1,8 @@
 """Every numeric operation of the forward pass, as a plain torch body.
 
-These bodies are the reference: a native kernel will take the same name and signature and be tested against its body
-here. Nothing in this file knows of requests, pages' owners or layers. The letters are model.py's dimension key.
+These bodies are the reference: native.py has the same names and signatures on compiled kernels and is tested against
+them. A model is given one of the two. Nothing in this file knows of requests, pages' owners or layers. The letters are
+model.py's dimension key.
 """
 
 import math
@@ -24,6 +25,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def linear_add_(y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    """y += x W^T + b."""
+    y_TO += linear(x_TI, weight_OI, bias_O)
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, in at least float32 inside (Zhang and Sennrich 2019)."""
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -33,6 +39,11 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where the row holds gate, then up: act_TF."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
+
+
+def argmax(x_LV: Tensor) -> Tensor:
+    """The lowest id of the greatest number in each row: id_L int64; -1 for a row with a number that is not finite."""
+    return torch.where(torch.isfinite(x_LV).all(-1), x_LV.argmax(-1), -1)
 
 
 def rope_angles(position_T: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,12 +62,30 @@ def rope(x_THA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KV:
-    """One layer's cached keys and values, and the group of page tables they are found by. The layout is the business
-    of store_kv_ and attention alone."""
+    """One layer's cached keys and values, in pages of `page_size` tokens, and the group of page tables they are found
+    by. How numbers lie in a page is the business of the operations that made it alone; here it is (P, B, G, A)."""
 
-    k_PBGA: Tensor
-    v_PBGA: Tensor
+    k: Tensor
+    v: Tensor
+    page_size: int
     group: int
+
+
+def new_kv(num_pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype,
+           device: str | torch.device, group: int) -> KV:
+    """Memory for a layer's keys and values. What it holds is anything."""
+    k_PBGA, v_PBGA = (torch.empty(num_pages, page_size, heads, dim, dtype=dtype, device=device)
+                      for dim in (k_dim, v_dim))
+    return KV(k_PBGA, v_PBGA, page_size, group)
+
+
+def rope_store_(kv: KV, qkv_TX: Tensor, angles: tuple[Tensor, Tensor], slot_T: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries, keys and values, head by head: rotates queries and keys, stores keys and values: q_THA."""
+    kv_heads = kv.k.shape[2]
+    qkv_THA = qkv_TX.unflatten(1, (-1, head_dim))
+    q_THA, k_TGA, v_TGA = qkv_THA.split((qkv_THA.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    store_kv_(kv, rope(k_TGA, *angles), v_TGA, slot_T)
+    return rope(q_THA, *angles)
 
 
 def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
@@ -64,11 +93,11 @@ def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
 
     Where a key is not finite, NaN is written as the value: softmax may lose such a key, but no sum loses the value.
     """
-    k_TGA, v_TGA = k_TGA.to(kv.k_PBGA.dtype), v_TGA.to(kv.v_PBGA.dtype)
+    k_TGA, v_TGA = k_TGA.to(kv.k.dtype), v_TGA.to(kv.v.dtype)
     if not _finite(k_TGA):
         v_TGA = v_TGA.masked_fill(~k_TGA.isfinite().all(-1, keepdim=True), math.nan)
-    kv.k_PBGA.flatten(0, 1).index_copy_(0, slot_T, k_TGA)
-    kv.v_PBGA.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
+    kv.k.flatten(0, 1).index_copy_(0, slot_T, k_TGA)
+    kv.v.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
 
 
 def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
@@ -79,11 +108,14 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
     before it. A row whose query, or any key or value that it sees, is not finite is NaN; the others are as without it.
     """
     out_THA = torch.empty_like(q_THA)
+    lengths_S = batch.lengths_S.tolist()
 
     def attend(function: Callable) -> None:
-        for s, (start, end) in enumerate(pairwise(batch.starts_S1)):
-            k_GLA, v_GLA, first = _cached(kv, batch, s, window, q_THA.dtype)
-            past = batch.lengths_S[s] - (end - start) - first
+        for s, (start, end) in enumerate(pairwise(batch.starts_S1.tolist())):
+            page_M = batch.tables[kv.group][batch.lease_S[s]]
+            past = lengths_S[s] - (end - start)
+            k_GLA, v_GLA, first = _cached(kv, page_M, past, lengths_S[s], window, q_THA.dtype)
+            past -= first
             out_HTA = function(q_THA[start:end].transpose(0, 1), k_GLA, v_GLA, past, scale, window)
             out_THA[start:end] = out_HTA.transpose(0, 1)
 
@@ -93,14 +125,14 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
     return out_THA
 
 
-def _cached(kv: KV, batch, s: int, window: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """Keys and values of request s from the first page that its new tokens see, and the place where that begins."""
-    length, page_size = batch.lengths_S[s], kv.k_PBGA.shape[1]
-    past = length - (batch.starts_S1[s + 1] - batch.starts_S1[s])
-    first_page = max(0, past + 1 - window) // page_size if window else 0
-    first, page_M = first_page * page_size, batch.tables_SM[kv.group][s, first_page : -(-length // page_size)]
-    k_GLA, v_GLA = (cached[page_M].flatten(0, 1)[: length - first].transpose(0, 1).to(dtype)
-                    for cached in (kv.k_PBGA, kv.v_PBGA))
+def _cached(kv: KV, page_M: Tensor, past: int, length: int, window: int,
+            dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Keys and values of a request from the first page that its new tokens see, and the place where that begins."""
+    first_page = max(0, past + 1 - window) // kv.page_size if window else 0
+    first = first_page * kv.page_size
+    seen_M = page_M[first_page : -(-length // kv.page_size)]
+    k_GLA, v_GLA = (cached[seen_M].flatten(0, 1)[: length - first].transpose(0, 1).to(dtype)
+                    for cached in (kv.k, kv.v))
     return k_GLA, v_GLA, first
 
 

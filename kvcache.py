@@ -12,14 +12,14 @@ first.
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 
 import torch
 
-from kernels import KV
+import kernels
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ class Group:
         """The first page that the token at `place` sees."""
         return max(0, place + 1 - self.window) // self.page_size if self.window else 0
 
+    def slots(self, row: int, start: int, end: int) -> list[int]:
+        """Where the lease in that row of the table keeps its tokens `start` to `end`: page id * page size + place."""
+        first, size = row * self.table.shape[1], self.page_size
+        return [self.cells[first + place // size] * size + place % size for place in range(start, end)]
+
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """How many of these pages are here before the first that is not."""
         return sum(1 for _ in takewhile(self.pool.index.__contains__, keys))
@@ -152,13 +157,14 @@ class Cache:
     """`num_pages` pages of `page_size` tokens for every layer, in memory of `dtype` on `device`.
 
     At most `max_leases` leases are open at a time, each of at most `max_tokens` tokens (None: the whole cache),
-    computed in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits.
-    `domain` goes into every key: whatever else the keys and values depend on.
+    computed in chunks of at most `max_step_tokens`. `prefix=False` publishes nothing and so never hits. `domain` goes
+    into every key: whatever else the keys and values depend on. `new_kv` makes a layer's memory, as in kernels.py.
     """
 
     def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, dtype: torch.dtype,
                  device: str | torch.device = "cpu", max_leases: int = 64, max_tokens: int | None = None,
-                 max_step_tokens: int = 512, prefix: bool = True, domain: str = ""):
+                 max_step_tokens: int = 512, prefix: bool = True, domain: str = "",
+                 new_kv: Callable = kernels.new_kv):
         self.page_size, self.num_pages, self.prefix = page_size, num_pages, prefix
         self.root = blake2b(domain.encode(), digest_size=16).digest()  # key of the empty prefix
         kinds = list(dict.fromkeys(specs))
@@ -166,10 +172,9 @@ class Cache:
         self.groups = [Group(spec, num_pages, page_size, max_leases, max_tokens, max_step_tokens) for spec in kinds]
         self.layers = []
         for spec in specs:
-            shape = self.groups[kinds.index(spec)].pool.num_pages, page_size, spec.heads
-            k_PBGA = torch.empty(*shape, spec.k_dim, dtype=dtype, device=device)
-            v_PBGA = torch.empty(*shape, spec.v_dim, dtype=dtype, device=device)
-            self.layers.append(KV(k_PBGA, v_PBGA, kinds.index(spec)))
+            group = kinds.index(spec)
+            self.layers.append(new_kv(self.groups[group].pool.num_pages, page_size, spec.heads, spec.k_dim, spec.v_dim,
+                                      dtype, device, group))
         self.free_rows = list(reversed(range(max_leases)))
         self.being_written: dict[bytes, Lease] = {}  # keys of prompts' pages, and the lease that will publish them
 

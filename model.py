@@ -12,8 +12,10 @@ There is no batch dimension, and prefill and decode are not told apart: a step i
 """
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -30,36 +32,44 @@ from weights import Weights
 class Batch:
     """One step's tokens. Request s owns rows starts_S1[s] to starts_S1[s+1], the last of its lengths_S[s] tokens.
 
-    `slots_T` and `tables_SM` have one tensor for each group of the cache: where each token's keys and values go, and
-    where each request's pages lie. `row_L` are the rows whose logits are wanted.
+    For each group of the cache `slots_T` says where each token's keys and values go, and `tables` holds the page tables
+    of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. starts_S1,
+    lengths_S and lease_S are read by the host.
     """
 
     token_T: Tensor
     position_T: Tensor
     slots_T: tuple[Tensor, ...]
-    tables_SM: tuple[Tensor, ...]
-    starts_S1: list[int]
-    lengths_S: list[int]
+    tables: tuple[Tensor, ...]
+    lease_S: Tensor
+    starts_S1: Tensor
+    lengths_S: Tensor
     row_L: Tensor
 
     @staticmethod
-    def pack(cache: Cache, rows: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
+    def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
              row_L: Sequence[int]) -> "Batch":
-        """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `rows[s]` of the cache."""
-        starts_S1, lengths_S, positions = [0], [], []
-        for new, past in zip(tokens, pasts):
-            starts_S1.append(starts_S1[-1] + len(new))
-            lengths_S.append(past + len(new))
-            positions.extend(range(past, past + len(new)))
-        position_T = torch.tensor(positions, dtype=torch.int64)
-        request_T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(starts_S1).diff())
-        page_T, place_T = position_T // cache.page_size, position_T % cache.page_size
-        num_pages = cache.pages_for(max(lengths_S))
-        tables_SM = tuple(group.table[list(rows), :num_pages] for group in cache.groups)
-        slots_T = tuple(table_SM[request_T, page_T].long() * cache.page_size + place_T for table_SM in tables_SM)
-        token_T = torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
-        return Batch(token_T, position_T, slots_T, tables_SM, starts_S1, lengths_S,
-                     torch.tensor(row_L, dtype=torch.int64))
+        """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `leases[s]`."""
+        ends = [past + len(new) for past, new in zip(pasts, tokens)]
+        positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
+        slots = [[slot for lease, past, end in zip(leases, pasts, ends) for slot in group.slots(lease, past, end)]
+                 for group in cache.groups]
+        starts = accumulate(map(len, tokens), initial=0)
+        return Batch(_ids(chain.from_iterable(tokens)), _ids(positions), tuple(map(_ids, slots)),
+                     tuple(group.table for group in cache.groups), _ids(leases), _ids(starts), _ids(ends), _ids(row_L))
+
+
+    def copy_(self, other: "Batch") -> None:
+        """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
+        reads."""
+        for ours, theirs in zip((self.token_T, self.position_T, self.lease_S, self.lengths_S, *self.slots_T),
+                                (other.token_T, other.position_T, other.lease_S, other.lengths_S, *other.slots_T)):
+            ours.copy_(theirs)
+
+
+def _ids(numbers: Iterable[int]) -> Tensor:
+    numbers = array("q", numbers)  # five times faster than torch.tensor
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 
 
 class Linear:
@@ -68,71 +78,64 @@ class Linear:
     The config says whether there is a `bias`: what else a file holds is not the model's.
     """
 
-    def __init__(self, weights: Weights, *names: str, bias: bool):
-        self.weight_OI = _joined([weights.take(f"{name}.weight") for name in names])
-        self.bias_O = _joined([weights.take(f"{name}.bias") for name in names]) if bias else None
+    def __init__(self, ops, weights: Weights, *names: str, bias: bool = False):
+        self.ops = ops
+        self.weight = weights.matrix(*(f"{name}.weight" for name in names))
+        self.bias_O = torch.cat([weights.take(f"{name}.bias") for name in names]) if bias else None
+        self.num_weights = sum(math.prod(weights.info(f"{name}.weight").shape) for name in names)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return kernels.linear(x_TI, self.weight_OI, self.bias_O)
+        return self.ops.linear(x_TI, self.weight, self.bias_O)
 
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        """Adds the product to y."""
+        self.ops.linear_add_(y_TO, x_TI, self.weight, self.bias_O)
 
 
 class Layer:
     """One decoder layer: attention, then the feed-forward network, each on a normalised input and added back."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, layer: LayerConfig, name: str):
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.window, self.eps = layer.window, config.norm_eps
+    def __init__(self, ops, weights: Weights, config: ModelConfig, layer: LayerConfig, name: str):
+        self.ops, self.head_dim, self.window, self.eps = ops, config.head_dim, layer.window, config.norm_eps
         self.attn_norm_D = weights.take(f"{name}.attn_norm.weight")
-        self.attn_qkv = Linear(weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v", bias=config.qkv_bias)
-        self.attn_output = Linear(weights, f"{name}.attn_output", bias=config.o_bias)
+        self.attn_qkv = Linear(ops, weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v", bias=config.qkv_bias)
+        self.attn_output = Linear(ops, weights, f"{name}.attn_output", bias=config.o_bias)
         self.ffn_norm_D = weights.take(f"{name}.ffn_norm.weight")
-        self.ffn_gate_up = Linear(weights, f"{name}.ffn_gate", f"{name}.ffn_up", bias=config.mlp_bias)
-        self.ffn_down = Linear(weights, f"{name}.ffn_down", bias=config.mlp_bias)
+        self.ffn_gate_up = Linear(ops, weights, f"{name}.ffn_gate", f"{name}.ffn_up", bias=config.mlp_bias)
+        self.ffn_down = Linear(ops, weights, f"{name}.ffn_down", bias=config.mlp_bias)
 
-    def __call__(self, h_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> Tensor:
-        h_TD = h_TD + self.attend(kernels.rms_norm(h_TD, self.attn_norm_D, self.eps), batch, kv, angles)
-        return h_TD + self.feed_forward(kernels.rms_norm(h_TD, self.ffn_norm_D, self.eps))
-
-    def attend(self, x_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> Tensor:
-        H, G, A = self.heads, self.kv_heads, self.head_dim
-        q_THA, k_TGA, v_TGA = self.attn_qkv(x_TD).view(-1, H + 2 * G, A).split((H, G, G), dim=1)
-        kernels.store_kv_(kv, kernels.rope(k_TGA, *angles), v_TGA, batch.slots_T[kv.group])
-        out_THA = kernels.attention(kernels.rope(q_THA, *angles), kv, batch, A**-0.5, self.window)
-        return self.attn_output(out_THA.flatten(1))
-
-    def feed_forward(self, x_TD: Tensor) -> Tensor:
-        return self.ffn_down(kernels.silu_mul(self.ffn_gate_up(x_TD)))
+    def forward_(self, h_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> None:
+        ops = self.ops
+        qkv_TX = self.attn_qkv(ops.rms_norm(h_TD, self.attn_norm_D, self.eps))
+        q_THA = ops.rope_store_(kv, qkv_TX, angles, batch.slots_T[kv.group], self.head_dim)
+        out_THA = ops.attention(q_THA, kv, batch, self.head_dim**-0.5, self.window)
+        self.attn_output.add_(h_TD, out_THA.flatten(1))
+        gate_up_T2F = self.ffn_gate_up(ops.rms_norm(h_TD, self.ffn_norm_D, self.eps))
+        self.ffn_down.add_(h_TD, ops.silu_mul(gate_up_T2F))
 
 
 class Model:
-    """A decoder for one context length: rope factors that depend on the length are settled when it is made."""
+    """A decoder for one context length: rope factors that depend on the length are settled when it is made.
 
-    def __init__(self, config: ModelConfig, weights: Weights, context: int):
+    `ops` are the operations it computes with: kernels, or a native.Native.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, context: int, ops=kernels):
         shapes = tensor_shapes(config)
         if has_divisors := weights.has("rope_freqs.weight"):  # a GGUF states Llama 3.1's rule so
             shapes["rope_freqs.weight"] = (config.rope.dim // 2,)
         weights.require(shapes)
-        self.config, self.context = config, context
-        self.token_embd_VD = weights.take("token_embd.weight")
-        self.layers = [Layer(weights, config, layer, f"blk.{i}") for i, layer in enumerate(config.layers)]
+        self.config, self.context, self.ops = config, context, ops
+        self.dtype, self.device = weights.dtype, torch.device(weights.device)  # of activations
+        self.cache_dtype = weights.matrix_dtype or torch.bfloat16  # the default
+        self.token_embd = Linear(ops, weights, "token_embd")
+        self.layers = [Layer(ops, weights, config, layer, f"blk.{i}") for i, layer in enumerate(config.layers)]
         self.output_norm_D = weights.take("output_norm.weight")
-        self.output_VD = self.token_embd_VD if config.tied else weights.take("output.weight")
+        self.output = self.token_embd if config.tied else Linear(ops, weights, "output")
         self.inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
         if has_divisors:
             self.inv_freq = self.inv_freq / weights.take("rope_freqs.weight").double()
         self.notes = weights.notes  # what the user should know of the file's tensors
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.token_embd_VD.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.token_embd_VD.device
 
     def kv_specs(self) -> list[KVSpec]:
         """What each layer keeps of a token."""
@@ -142,28 +145,30 @@ class Model:
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Runs the step's tokens through all layers, storing their keys and values: normalised hidden rows h_TD."""
-        h_TD = kernels.embed(self.token_embd_VD, batch.token_T)
-        angles = kernels.rope_angles(batch.position_T, self.inv_freq, self.rope_scale, self.dtype)
+        h_TD = self.ops.embed(self.token_embd.weight, batch.token_T)
+        angles = self.ops.rope_angles(batch.position_T, self.inv_freq, self.rope_scale, self.dtype)
         for layer, kv in zip(self.layers, cache.layers):
-            h_TD = layer(h_TD, batch, kv, angles)
-        return kernels.rms_norm(h_TD, self.output_norm_D, self.config.norm_eps)
+            layer.forward_(h_TD, batch, kv, angles)
+        return self.ops.rms_norm(h_TD, self.output_norm_D, self.config.norm_eps)
 
     @torch.inference_mode()
     def logits(self, h_LD: Tensor) -> Tensor:
         """Scores of the next token for hidden rows: logits_LV, in at least float32."""
-        logits_LV = kernels.linear(h_LD, self.output_VD)
+        logits_LV = self.output(h_LD)
         return logits_LV if self.dtype == torch.float64 else logits_LV.float()
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu", context: int | None = None) -> Model:
-    """The checkpoint's model, its weights dequantized to `dtype`. `context` (None: the trained one) is the longest
-    sequence it will see; ValueError if no rope scaling of the model covers it."""
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = "cpu", context: int | None = None,
+               ops=kernels) -> Model:
+    """The checkpoint's model, its weights dequantized to `dtype`; for native operations None means as they are stored.
+    `context` (None: the trained one) is the longest sequence it will see; ValueError if no rope scaling of the model
+    covers it."""
     config = checkpoint.config
     context = config.context if context is None else context
     if not 1 <= context <= config.max_context:
         raise ValueError(
             f"context is {context} but the model covers 1 to {config.max_context} tokens: change --context")
-    return Model(config, Weights(checkpoint, dtype, device), context)
+    return Model(config, Weights(checkpoint, dtype, device, getattr(ops, "pack", None)), context, ops)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

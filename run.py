@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from checkpoint import Checkpoint
     from engine import Engine, EngineConfig, Output
     from families import LayerConfig, ModelConfig
+    from native import Native
     from sampling import SamplingParams
     from scheduler import AdmissionClass, Request
     from tokenizer import Tokenizer
 
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
+NATIVE_DTYPES = ("quantized", "bfloat16", "float32")  # of weights; activations are float32
 MAX_SAMPLES = 4096  # in the engine together
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 LINE_END = re.compile(r"\r?\n\Z")
@@ -317,6 +319,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     """The engine that the flags describe. What is wrong with them is found before anything large is read."""
     import torch
 
+    import kernels
     from engine import Engine
     from model import load_model
 
@@ -331,7 +334,14 @@ def load_engine(args: argparse.Namespace) -> Engine:
     if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
         torch.set_num_threads(args.threads or usable_cores())
     keep_large_blocks_apart()
-    model = load_model(checkpoint, getattr(torch, dtype_names(config, args)[0]), context=args.context)
+    dtype, _, is_native = arithmetic(config, args)
+    ops = load_native(args) if is_native else None
+    if ops is None:
+        ops, dtype = kernels, "bfloat16" if dtype == "quantized" else dtype
+    else:
+        ops.set_threads(torch.get_num_threads())
+    weights_dtype = None if dtype == "quantized" else getattr(torch, dtype)
+    model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
     if args.trace is not None:
@@ -416,12 +426,33 @@ def models_folder() -> Path:
     return Path(os.environ.get("QUIRE_MODELS") or DEFAULT_MODELS_FOLDER).expanduser()
 
 
-def dtype_names(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str]:
-    """The types of weights and activations, and of the cache. A quantized file is computed in bfloat16."""
-    dtype = args.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if config.dtype == "quantized" else config.dtype
-    return dtype, dtype if args.cache_dtype == "auto" else args.cache_dtype
+def arithmetic(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str, bool]:
+    """What it computes with: the type of the weights ("quantized": blocks as they are stored) and of the cache, and
+    whether native kernels do it. Through torch a quantized file is computed in bfloat16."""
+    dtype = config.dtype if args.dtype == "auto" else args.dtype
+    native = args.kernels != "torch" and dtype in NATIVE_DTYPES and config.head_dim <= 512 and config.head_dim % 2 == 0
+    if args.kernels == "native" and not native:
+        raise UsageError(f"--kernels native does not serve weights in {dtype} and heads {config.head_dim} wide: it "
+                         f"needs {', '.join(NATIVE_DTYPES)}, and even heads of at most 512; leave it out")
+    if dtype == "quantized" and not native:
+        dtype = "bfloat16"
+    cache_dtype = {"quantized": "bfloat16"}.get(dtype, dtype) if args.cache_dtype == "auto" else args.cache_dtype
+    return dtype, cache_dtype, native
+
+
+def load_native(args: argparse.Namespace) -> Native | None:
+    """The native kernels, compiled if need be; None, and a line that says so, if they cannot be."""
+    import native
+
+    try:
+        return native.load(lambda: warn(["compiling the kernels, once (a minute)"]))
+    except (OSError, RuntimeError, ImportError) as error:
+        reason = str(error) or type(error).__name__
+        if args.kernels == "native":
+            raise ValueError(f"the native kernels cannot be compiled ({reason}): install a C++ compiler, or leave out "
+                             "--kernels") from error
+        warn([f"the native kernels cannot be compiled ({reason}): torch computes, much slower"])
+        return None
 
 
 def usable_cores() -> int:
@@ -501,7 +532,7 @@ def describe(checkpoint: Checkpoint, tokenizer: Tokenizer | None, args: argparse
     nbytes = Counter()
     for tensor in tensors:
         nbytes[tensor.format] += tensor.nbytes
-    dtype, cache_dtype = dtype_names(config, args)
+    dtype, cache_dtype, is_native = arithmetic(config, args)
     eos_ids = {*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
     return {
         "model": checkpoint.path.name, "container": checkpoint.container, "architecture": config.family,
@@ -515,7 +546,7 @@ def describe(checkpoint: Checkpoint, tokenizer: Tokenizer | None, args: argparse
         "dtype": dtype, "cache_dtype": cache_dtype,
         "cache_bytes_per_token":
             2 * len(config.layers) * config.kv_heads * config.head_dim * DTYPE_NBYTES[cache_dtype],
-        "same_tokens": SAME_TOKENS.get(dtype, "not promised"),
+        "same_tokens": "bit for bit" if is_native else SAME_TOKENS.get(dtype, "not promised"),
     }
 
 

@@ -7,11 +7,13 @@ into chunks, the token at a position sees the same noise. Start at `SamplingPara
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+import kernels
 
 ALIASES = {"max_new_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
            "repeat_penalty": "repetition_penalty"}
@@ -251,25 +253,26 @@ class Sampler:
         return x_V
 
 
-def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) -> list[Drawn | None]:
-    """One token for each row of `logits_LV`; row l's token will stand at `positions[l]` of its sequence.
+def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int],
+         argmax: Callable[[Tensor], Tensor] = kernels.argmax) -> list[Drawn | None]:
+    """One token for each row of `logits_LV`; row l's token will stand at `positions[l]` of its sequence. `argmax` is
+    that of the operations in use.
 
     None for a row whose logits are not finite, or of which nothing is left to draw from. Rows do not see each other.
     """
-    finite_L = torch.isfinite(logits_LV).all(-1).tolist()
-    drawn: list[Drawn | None] = [None] * len(samplers)
-    for vocab in {sampler.vocab for sampler in samplers}:
-        plain = [l for l, s in enumerate(samplers) if finite_L[l] and s.is_plain_argmax and s.vocab == vocab]
-        if plain:
-            rows_LV = logits_LV if len(plain) == len(samplers) else logits_LV[plain]
-            for l, id in zip(plain, rows_LV[:, :vocab].argmax(-1).tolist()):
-                drawn[l] = _with_logprobs(id, logits_LV[l], samplers[l].params)
-    for l, sampler in enumerate(samplers):
-        if finite_L[l] and drawn[l] is None:
-            x_V = sampler.adjusted(logits_LV[l])
-            if x_V.max() > -math.inf:
-                drawn[l] = _with_logprobs(_pick(x_V, sampler.params, positions[l]), logits_LV[l], sampler.params)
-    return drawn
+    best_L = argmax(logits_LV).tolist()
+    return [None if best < 0 else _draw_row(logits_LV[l], best, sampler, position)
+            for l, (best, sampler, position) in enumerate(zip(best_L, samplers, positions))]
+
+
+def _draw_row(logits_V: Tensor, best: int, sampler: Sampler, position: int) -> Drawn | None:
+    """`best`: the row's argmax, over the whole head."""
+    if sampler.is_plain_argmax and best < sampler.vocab:
+        return _with_logprobs(best, logits_V, sampler.params)
+    x_V = sampler.adjusted(logits_V)
+    if x_V.max() == -math.inf:
+        return None
+    return _with_logprobs(_pick(x_V, sampler.params, position), logits_V, sampler.params)
 
 
 def _pick(x_V: Tensor, params: SamplingParams, position: int) -> int:

@@ -5,7 +5,6 @@ A request is two numbers, computed and wanted; `plan` closes the gap within the 
 of thousands or one decoded token. Start at `Request`, then `Scheduler.plan`.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvcache import Cache, Lease
+from pace import Pace
 from sampling import Sampler, SamplingParams
 
 LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
@@ -118,34 +118,6 @@ class Chunk:
     def draws(self) -> bool:
         """Whether the request's next token can be drawn after this chunk."""
         return self.end == len(self.request.tokens)
-
-
-class Pace:
-    """What a step costs here: milliseconds = fixed + a * requests that decode + b * tokens of prompts, fitted to the
-    steps so far by recursive least squares with forgetting, on relative errors."""
-
-    KEPT = 0.99  # of a step's weight, with every step after it
-    UNKNOWN = 1e6  # variance of a cost that nothing is known of
-
-    def __init__(self):
-        self.costs = [0.0, 0.0, 0.0]
-        self.covariance = [[self.UNKNOWN * (i == j) for j in range(3)] for i in range(3)]
-
-    def observe(self, num_decoding: int, num_read: int, ms: float) -> None:
-        features = 1 / ms, num_decoding / ms, num_read / ms
-        spread = [sum(c * x for c, x in zip(row, features)) for row in self.covariance]
-        total = self.KEPT + sum(x * s for x, s in zip(features, spread))
-        error = 1 - sum(cost * x for cost, x in zip(self.costs, features))
-        self.costs = [cost + error * s / total for cost, s in zip(self.costs, spread)]
-        # What no step has shown for long is not forgotten without end.
-        kept = self.KEPT if max(self.covariance[i][i] for i in range(3)) < self.UNKNOWN else 1
-        self.covariance = [[(c - s * t / total) / kept for c, t in zip(row, spread)]
-                           for row, s in zip(self.covariance, spread)]
-
-    def tokens_beside(self, num_decoding: int) -> float:
-        """Tokens of prompts that take as long as a step in which so many decode and nothing is read."""
-        fixed, decoding, read = self.costs
-        return max(0.0, fixed + decoding * num_decoding) / read if read > 0 else math.inf
 
 
 class LineFull(ValueError):

@@ -9,6 +9,7 @@ blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_u
 """
 import math
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,11 +37,17 @@ PUBLISHED = {"llama": LLAMA, "qwen2": LLAMA}    # family -> what safetensors fil
 IGNORED = (".rotary_emb.inv_freq", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-class Weights:
-    """A checkpoint's tensors by canonical name, in `dtype` on `device`."""
+PACKED_FORMATS = tuple(name for name, row in quant.FORMATS.items() if row.block not in (None, 1)) + ("f32", "bf16")
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu"):
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+
+class Weights:
+    """A checkpoint's tensors by canonical name, in `dtype` on `device`. With `pack` (native.Native.pack) matrices are
+    packed for it, in `dtype` or, if that is None, as the file has them; everything else is float32."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = "cpu",
+                 pack: Callable | None = None):
+        self.checkpoint, self.device, self.pack, self.matrix_dtype = checkpoint, device, pack, dtype
+        self.dtype = torch.float32 if pack else dtype
         table = PUBLISHED[checkpoint.config.family] if checkpoint.container == "safetensors" else {}
         self.published = {canonical.format(i): published.format(i) for canonical, published in table.items()
                           for i in range(len(checkpoint.config.layers))}
@@ -67,12 +74,19 @@ class Weights:
 
     def take(self, name: str) -> Tensor:
         """The tensor, its rows in the layout of `forward`. The file's own pages leave memory."""
-        tensor = self.dequantized(name)
+        tensor = self.arranged(name, self.dequantized(name, self.dtype))
         self.checkpoint.release(self.file_names[name])
-        self.unused.discard(name)
-        if self.checkpoint.interleaved_rope and (heads := self.rotated_heads(name)):
-            tensor = half_split(tensor, heads, self.checkpoint.config.rope.dim)
         return tensor.to(self.device)
+
+    def matrix(self, *names: str):
+        """Matrices (O, I) that read the same input, side by side, as `linear` of the operations in use takes them."""
+        if self.pack is None:
+            tensors = [self.take(name) for name in names]
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        packed = self.pack([self.stored(name) for name in names])
+        for name in names:
+            self.checkpoint.release(self.file_names[name])
+        return packed
 
     @property
     def notes(self) -> list[str]:
@@ -88,10 +102,27 @@ class Weights:
     def info(self, name: str) -> TensorInfo:
         return self.checkpoint.tensors[self.file_names[name]]
 
-    def dequantized(self, name: str) -> Tensor:
+    def arranged(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of the tensor, as read from the file, in the layout of `forward`."""
+        if self.checkpoint.interleaved_rope and (heads := self.rotated_heads(name)):
+            rows = half_split(rows, heads, self.checkpoint.config.rope.dim)
+        self.unused.discard(name)
+        return rows
+
+    def stored(self, name: str) -> tuple[str, tuple[int, ...], Tensor]:
+        """Format, shape and bytes of a matrix that is to be packed."""
+        info, format = self.info(name), self.info(name).format
+        if self.matrix_dtype is None and format in PACKED_FORMATS:
+            rows = self.raw(name).view(info.shape[0], -1)
+        else:
+            format = "bf16" if self.matrix_dtype == torch.bfloat16 else "f32"
+            rows = self.dequantized(name, self.matrix_dtype or torch.float32).view(torch.uint8)
+        return format, info.shape, self.arranged(name, rows)
+
+    def dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
         """The tensor in dtype, as the file has it; rope's frequency divisors stay float32, as angles need them."""
         is_divisors = name == "rope_freqs.weight"
-        info, dtype = self.info(name), torch.float32 if is_divisors else self.dtype
+        info, dtype = self.info(name), torch.float32 if is_divisors else dtype
         tensor = quant.dequantize(self.raw(name), info.format, info.shape, dtype)
         if is_divisors and (wrong := [x for x in tensor.tolist() if not 0 < x < math.inf]):
             raise ValueError(f"{self.checkpoint.path}: {info.name} must hold finite numbers above 0 but holds "

@@ -63,6 +63,16 @@ def _model(folder: Path, name: str) -> Path:
     return folder / name
 
 
+@pytest.fixture(scope="session")
+def native_ops():
+    """The native kernels, compiled if they are not, on two threads."""
+    import native
+
+    ops = native.load()
+    ops.set_threads(2)
+    return ops
+
+
 @pytest.fixture
 def tb(tmp_path):
     """A tokenizer of the 256 bytes, without merges."""

@@ -521,8 +521,8 @@ class Operations(RuleBasedStateMachine):
         for ours, other in zip(self.engine.cache.layers, fresh.cache.layers):
             pairs = zip(lease.pages[ours.group], theirs.pages[other.group])
             for page_id, same in ((a, b) for a, b in pairs if a is not None and b is not None):
-                assert torch.allclose(ours.k_PBGA[page_id], other.k_PBGA[same], atol=1e-12)
-                assert torch.allclose(ours.v_PBGA[page_id], other.v_PBGA[same], atol=1e-12)
+                assert torch.allclose(ours.k[page_id], other.k[same], atol=1e-12)
+                assert torch.allclose(ours.v[page_id], other.v[same], atol=1e-12)
         self.engine.cache.release(lease)
 
 

@@ -60,7 +60,7 @@ def paged(lengths, G, A, B, seed=0, num_spare=3):
     P = sum(counts) + num_spare
     order = torch.randperm(P, generator=torch.Generator().manual_seed(seed)).tolist()
     kv = KV(torch.full((P, B, G, A), math.nan, dtype=torch.float64),
-            torch.full((P, B, G, A), math.nan, dtype=torch.float64), 0)
+            torch.full((P, B, G, A), math.nan, dtype=torch.float64), B, 0)
     table_SM = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     keys, values = [], []
     for s, (length, count) in enumerate(zip(lengths, counts)):
@@ -71,6 +71,12 @@ def paged(lengths, G, A, B, seed=0, num_spare=3):
         slot_T = torch.tensor([pages[i // B] * B + i % B for i in range(length)])
         kernels.store_kv_(kv, keys[-1], values[-1], slot_T)
     return kv, table_SM, keys, values
+
+
+def batch_of(starts, lengths, table_SM):
+    """What attention reads of a model.Batch."""
+    return SimpleNamespace(starts_S1=torch.tensor(starts), lengths_S=torch.tensor(lengths), tables=(table_SM,),
+                           lease_S=torch.arange(len(lengths)))
 
 
 def naive_attention(q_THA, keys, values, new, scale, window):
@@ -97,8 +103,7 @@ def test_attention_over_pages_equals_loops(seed, requests, heads, A, B, window):
     lengths = [past + num_new for past, num_new in requests]
     kv, table_SM, keys, values = paged(lengths, G, A, B, seed)
     q_THA = random(sum(new), H, A, seed=seed + 5)
-    batch = SimpleNamespace(starts_S1=[sum(new[:s]) for s in range(len(new) + 1)], lengths_S=lengths,
-                            tables_SM=(table_SM,))
+    batch = batch_of([sum(new[:s]) for s in range(len(new) + 1)], lengths, table_SM)
     out = kernels.attention(q_THA, kv, batch, A**-0.5, window)
     assert torch.allclose(out, naive_attention(q_THA, keys, values, new, A**-0.5, window), atol=1e-12)
 
@@ -112,8 +117,8 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(seed, par
     lengths = [num_new + int(torch.randint(0, 30, (), generator=picks)) for num_new in new]
     starts = [sum(new[:s]) for s in range(4)]
     kv, table_SM, keys, values = paged(lengths, 2, 16, 8, seed)
-    kv = KV(kv.k_PBGA.to(dtype), kv.v_PBGA.to(dtype), 0)
-    batch = SimpleNamespace(starts_S1=starts, lengths_S=lengths, tables_SM=(table_SM,))
+    kv = KV(kv.k.to(dtype), kv.v.to(dtype), kv.page_size, 0)
+    batch = batch_of(starts, lengths, table_SM)
     q_THA = random(sum(new), 4, 16, seed=seed, dtype=dtype)
     whole = kernels.attention(q_THA, kv, batch, 0.25, window)
     assert whole.isfinite().all()
@@ -137,10 +142,10 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(seed, par
 
 def test_store_touches_only_its_slots():
     kv, _, _, _ = paged([5], 2, 8, 8)
-    before = kv.k_PBGA.clone(), kv.v_PBGA.clone()
+    before = kv.k.clone(), kv.v.clone()
     k_TGA, v_TGA = random(2, 2, 8, seed=3), random(2, 2, 8, seed=4)
     kernels.store_kv_(kv, k_TGA, v_TGA, torch.tensor([9, 26]))
-    for tensor, old, new in ((kv.k_PBGA, before[0], k_TGA), (kv.v_PBGA, before[1], v_TGA)):
+    for tensor, old, new in ((kv.k, before[0], k_TGA), (kv.v, before[1], v_TGA)):
         flat, old = tensor.flatten(0, 1), old.flatten(0, 1).clone()
         old[[9, 26]] = new
         assert torch.equal(flat.nan_to_num(7), old.nan_to_num(7))
@@ -153,5 +158,5 @@ def test_strided_inputs_equal_contiguous_ones():
     view = fused[:, :2, :16]
     assert torch.equal(kernels.rope(view, cos, sin), kernels.rope(view.contiguous(), cos, sin))
     kv, table_SM, _, _ = paged([6], 2, 16, 8)
-    batch = SimpleNamespace(starts_S1=[0, 4], lengths_S=[6], tables_SM=(table_SM,))
+    batch = batch_of([0, 4], [6], table_SM)
     assert torch.equal(kernels.attention(view, kv, batch, 0.25), kernels.attention(view.contiguous(), kv, batch, 0.25))

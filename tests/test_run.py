@@ -136,7 +136,7 @@ def test_values_out_of_range_are_bad_usage(call, words):
 
 @pytest.mark.parametrize("words", [
     "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--verify rejection",
-    "--verify block", "--tp 2", "--pp 2", "--dp 2", "--prefill bfloat16", "--kernels native", "--device cuda",
+    "--verify block", "--tp 2", "--pp 2", "--dp 2", "--prefill bfloat16", "--device cuda",
     "--cache-dtype int8",
 ])
 def test_what_is_not_built_says_so(call, words):
@@ -435,10 +435,10 @@ def test_what_the_vocabulary_cannot_spell_is_warned_of(call, abc, monkeypatch):
 @pytest.fixture
 def interrupt(monkeypatch):
     """interrupt(signal, step): the engine's `step`th step gets the signal in its midst."""
-    from model import Model
+    from replay import Replay
 
     def interrupt(number: int, step: int) -> None:
-        forward, calls = Model.forward, []
+        forward, calls = Replay.forward, []
 
         def interrupted(*args):
             calls.append(args)
@@ -446,7 +446,7 @@ def interrupt(monkeypatch):
                 os.kill(os.getpid(), number)
             return forward(*args)
 
-        monkeypatch.setattr(Model, "forward", interrupted)
+        monkeypatch.setattr(Replay, "forward", interrupted)
 
     return interrupt
 
@@ -595,7 +595,7 @@ def test_info_of_a_folder(call, llama):
     [fields] = call("info", "-m", llama, "--json").lines
     expected = {"architecture": "llama", "parameters": 2 * 320 * 64 + 2 * layer + 64, "layers": 2, "hidden": 64,
                 "vocab": 320, "context": 512, "formats": {"f32": 1.0}, "cache_bytes_per_token": 2 * 2 * 2 * 16 * 4,
-                "chat_template": True, "eos_ids": [256], "same_tokens": "but for near-ties", "dtype": "float32"}
+                "chat_template": True, "eos_ids": [256], "same_tokens": "bit for bit", "dtype": "float32"}
     assert {name: fields[name] for name in expected} == expected
     assert isinstance(fields["tokenizer"], str)
     [fields] = call("info", "-m", llama, "--json", "--dtype", "float64", "--cache-dtype", "bfloat16").lines
@@ -605,7 +605,9 @@ def test_info_of_a_folder(call, llama):
 def test_info_of_a_quantized_file(call, tmp_path):
     path = tiny.write_gguf(tmp_path / "tiny.gguf", "qwen2", quant="q8_0")
     [fields] = call("info", "-m", path, "--json").lines
-    assert (fields["architecture"], fields["dtype"], fields["same_tokens"]) == ("qwen2", "bfloat16", "not promised")
+    assert (fields["architecture"], fields["dtype"], fields["same_tokens"]) == ("qwen2", "quantized", "bit for bit")
+    [fields] = call("info", "-m", path, "--json", "--kernels", "torch").lines
+    assert (fields["dtype"], fields["same_tokens"]) == ("bfloat16", "not promised")
     assert sum(fields["formats"].values()) == pytest.approx(1) and fields["formats"]["q8_0"] > 0.9
     shown = call("info", "-m", path)
     assert shown.err == "" and re.search(r"^formats +q8_0 9\d\.\d%; f32 \d\.\d%$", shown.out, re.MULTILINE)

@@ -1,0 +1,299 @@
+// The only file that knows torch: tensors in, pointers out, and a Python error where a kernel refuses its arguments.
+//
+// Results lie in buffers that are used again once nobody holds them: a step's tensors cost no allocation. While a
+// Recording is open, every call is also written down; replay() makes the same calls again, on the same memory, without
+// Python. What changes between steps (tokens, positions, lengths) is therefore read from tensors, never passed as a number.
+#include <ATen/ATen.h>
+#include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace py = pybind11;
+using at::Tensor;
+
+namespace {
+
+// Buffers -------------------------------------------------------------------------------------------------------------
+
+// Never freed before the process ends: the largest step there was decides how many there are.
+std::vector<Tensor>& buffers() {
+    static auto* const all = new std::vector<Tensor>;
+    return *all;
+}
+
+// An uninitialised float32 tensor on the smallest buffer that is large enough and that nobody holds.
+Tensor fresh(at::IntArrayRef sizes) {
+    const int64_t num = c10::multiply_integers(sizes);
+    Tensor* best = nullptr;
+    for (Tensor& buffer : buffers())
+        if (buffer.numel() >= num && buffer.storage().use_count() == 1 && (!best || buffer.numel() < best->numel()))
+            best = &buffer;
+    // A buffer far too large would be missing where it is needed.
+    if (!best || best->numel() > 2 * num + 4096) {
+        buffers().push_back(at::empty({num}, at::kFloat));
+        best = &buffers().back();
+    }
+    return best->narrow(0, 0, num).view(sizes);
+}
+
+// Calls ---------------------------------------------------------------------------------------------------------------
+
+using Call = std::function<int()>;
+
+struct Recording {
+    std::vector<std::pair<const char*, Call>> calls;
+    std::vector<Tensor> kept;   // what the calls read and write, buffers aside: those are never freed
+};
+
+Recording* open_recording = nullptr;
+
+void check(const char* name, int status) {
+    static const char* const reasons[] = {"", "a format it does not serve", "sizes it does not serve",
+                                          "an index out of range", "no memory left", "instructions this CPU lacks"};
+    if (status == NO_MEMORY) throw std::bad_alloc();
+    if (status != OK) throw py::value_error(std::string(name) + ": " + reasons[status]);
+}
+
+void run(const char* name, std::initializer_list<Tensor> kept, Call call) {
+    int status;
+    {
+        py::gil_scoped_release others_may_run;
+        status = call();
+    }
+    check(name, status);
+    if (!open_recording) return;
+    open_recording->calls.emplace_back(name, std::move(call));
+    for (const Tensor& tensor : kept) open_recording->kept.push_back(tensor);
+}
+
+void replay(const Recording& recording) {
+    for (const auto& [name, call] : recording.calls) check(name, call());
+}
+
+// replay(), and how long each kind of call took in all, in seconds.
+std::map<std::string, double> profile(const Recording& recording) {
+    std::map<std::string, double> seconds;
+    for (const auto& [name, call] : recording.calls) {
+        const auto start = std::chrono::steady_clock::now();
+        check(name, call());
+        seconds[name] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+    return seconds;
+}
+
+// The data of a CPU tensor without gaps, of the type that T stands for.
+template <class T>
+T* data(const Tensor& tensor, const char* name) {
+    if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.scalar_type() != c10::CppTypeToScalarType<T>::value)
+        throw py::value_error(std::string(name) + " must be a contiguous CPU tensor of " +
+                              c10::toString(c10::CppTypeToScalarType<T>::value));
+    return tensor.data_ptr<T>();
+}
+
+#define FLOATS(tensor) data<float>(tensor, #tensor)
+#define INTS(tensor) data<int64_t>(tensor, #tensor)
+
+void expect(bool holds, const char* what) {
+    if (!holds) throw py::value_error(what);
+}
+
+// Matrices ------------------------------------------------------------------------------------------------------------
+
+struct Packed {
+    std::vector<Part> parts;
+    std::vector<Tensor> memory;
+    int64_t O = 0, I;
+
+    Packed(const std::vector<std::tuple<int, int64_t, Tensor>>& given, int64_t I) : I(I) {
+        for (const auto& [format, rows, packed] : given) {
+            expect(packed.numel() == pack_bytes_cpu(format, rows, I), "packed does not have the bytes that pack() gives");
+            parts.push_back({format, rows, data<uint8_t>(packed, "packed")});
+            memory.push_back(packed);
+            O += rows;
+        }
+    }
+};
+
+// Memory for packed weights, one after the other: what is packed in the order of execution is read as one stream, in
+// large pages where the system gives them (a tenth faster here).
+Tensor room(int64_t bytes) {
+    constexpr int64_t LARGE_PAGE = 2 << 20, CHUNK = 32 << 20;
+    static auto* const chunk = new Tensor;
+    static int64_t used = 0;
+    const int64_t padded = (bytes + 63) / 64 * 64;
+    if (!chunk->defined() || used + padded > chunk->numel()) {
+        const int64_t size = (std::max(padded, CHUNK) + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+        const Tensor memory = at::empty({size + LARGE_PAGE}, at::kByte);
+        *chunk = memory.narrow(0, -reinterpret_cast<intptr_t>(memory.data_ptr()) & (LARGE_PAGE - 1), size);
+#ifdef MADV_HUGEPAGE
+        madvise(chunk->data_ptr(), size, MADV_HUGEPAGE);
+#endif
+        used = 0;
+    }
+    used += padded;
+    return chunk->narrow(0, used - padded, bytes);
+}
+
+Tensor pack(const Tensor& raw, int format, int64_t O, int64_t I, int64_t raw_bytes) {
+    const int64_t bytes = pack_bytes_cpu(format, O, I);
+    if (!bytes) throw py::value_error("pack: a format or a shape that the kernels do not serve");
+    expect(raw.numel() == raw_bytes, "raw does not have the bytes of its format and shape");
+    const Tensor packed = room(bytes);
+    check("pack", pack_cpu(packed.data_ptr(), data<uint8_t>(raw, "raw"), format, O, I));
+    return packed;
+}
+
+void multiply(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O,
+              bool accumulate) {
+    expect(x_TI.dim() == 2 && x_TI.size(1) == weights.I, "x_TI must have as many columns as the weights");
+    expect(y_TO.dim() == 2 && y_TO.size(0) == x_TI.size(0) && y_TO.size(1) == weights.O, "y_TO has a wrong shape");
+    expect(!bias_O || bias_O->numel() == weights.O, "bias_O must have a number for each output");
+    const float* const bias = bias_O ? FLOATS(*bias_O) : nullptr;
+    run("linear", {bias_O.value_or(Tensor())}, [y = FLOATS(y_TO), x = FLOATS(x_TI), &weights, bias, T = x_TI.size(0), accumulate] {
+        return matmul_cpu(y, x, weights.parts.data(), bias, T, weights.I, weights.parts.size(), accumulate);
+    });
+}
+
+Tensor linear(const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O) {
+    const Tensor y_TO = fresh({x_TI.size(0), weights.O});
+    multiply(y_TO, x_TI, weights, bias_O, false);
+    return y_TO;
+}
+
+Tensor embed(const Packed& table, const Tensor& token_T) {
+    expect(table.parts.size() == 1, "a table of several parts");
+    const Tensor x_TD = fresh({token_T.numel(), table.I});
+    run("embed", {token_T}, [x = FLOATS(x_TD), &table, token = INTS(token_T), T = token_T.numel()] {
+        return embed_cpu(x, table.parts.data(), token, T, table.I);
+    });
+    return x_TD;
+}
+
+// Rows ----------------------------------------------------------------------------------------------------------------
+
+Tensor rms_norm(const Tensor& x_TD, const Tensor& weight_D, double eps) {
+    expect(x_TD.dim() == 2 && x_TD.size(1) == weight_D.numel(), "weight_D must have a number for each column");
+    const Tensor out_TD = fresh(x_TD.sizes());
+    run("rms_norm", {weight_D}, [out = FLOATS(out_TD), x = FLOATS(x_TD), weight = FLOATS(weight_D), T = x_TD.size(0),
+                                 D = x_TD.size(1), eps] { return rms_norm_cpu(out, x, weight, T, D, eps); });
+    return out_TD;
+}
+
+Tensor silu_mul(const Tensor& x_T2F) {
+    expect(x_T2F.dim() == 2 && x_T2F.size(1) % 2 == 0, "x_T2F must have an even number of columns");
+    const Tensor act_TF = fresh({x_T2F.size(0), x_T2F.size(1) / 2});
+    run("silu_mul", {}, [act = FLOATS(act_TF), x = FLOATS(x_T2F), T = act_TF.size(0), F = act_TF.size(1)] {
+        return silu_mul_cpu(act, x, T, F);
+    });
+    return act_TF;
+}
+
+Tensor argmax(const Tensor& x_LV) {
+    expect(x_LV.dim() == 2, "x_LV must have a row for each token");
+    const Tensor id_L = at::empty({x_LV.size(0)}, at::kLong);
+    check("argmax", argmax_cpu(INTS(id_L), FLOATS(x_LV), x_LV.size(0), x_LV.size(1)));
+    return id_L;
+}
+
+// Attention -----------------------------------------------------------------------------------------------------------
+
+int32_t cache_format(const Tensor& cache) {
+    if (cache.scalar_type() == at::kFloat) return F32;
+    if (cache.scalar_type() == at::kBFloat16) return BF16;
+    throw py::value_error("the cache must be float32 or bfloat16");
+}
+
+// A layer's keys or values: (pages, G, numbers a head has in a page).
+void expect_cache(const Tensor& cache, int64_t A, int64_t B) {
+    expect(cache.dim() == 3 && cache.is_contiguous() && cache.size(2) == kv_head_values_cpu(A, B),
+           "a cache of other heads or pages");
+}
+
+std::tuple<Tensor, Tensor> rope_angles(const Tensor& position_T, const Tensor& inv_freq, double scale) {
+    const int64_t T = position_T.numel(), half = inv_freq.numel();
+    const Tensor cos = fresh({T, half}), sin = fresh({T, half});
+    run("rope_angles", {position_T, inv_freq}, [c = FLOATS(cos), s = FLOATS(sin), position = INTS(position_T),
+                                                freq = data<double>(inv_freq, "inv_freq"), T, half, scale] {
+        return rope_angles_cpu(c, s, position, freq, T, half, scale);
+    });
+    return {cos, sin};
+}
+
+Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qkv_TX, const Tensor& cos, const Tensor& sin,
+                  const Tensor& slot_T, int64_t H, int64_t A, int64_t B) {
+    const int64_t T = qkv_TX.size(0), G = k_cache.size(1), half = cos.size(-1), num_pages = k_cache.size(0);
+    expect_cache(k_cache, A, B), expect_cache(v_cache, A, B);
+    expect(qkv_TX.numel() == T * (H + 2 * G) * A && slot_T.numel() == T, "qkv_TX or slot_T has a wrong shape");
+    expect(cos.numel() == T * half && sin.numel() == T * half, "cos and sin must have a row for each token");
+    const Tensor q_THA = fresh({T, H, A});
+    run("rope_store", {k_cache, v_cache, slot_T},
+        [q = FLOATS(q_THA), k = k_cache.data_ptr(), v = v_cache.data_ptr(), qkv = FLOATS(qkv_TX), c = FLOATS(cos),
+         s = FLOATS(sin), slot = INTS(slot_T), T, H, G, A, half, B, num_pages, format = cache_format(k_cache)] {
+            return rope_store_cpu(q, k, v, qkv, c, s, slot, T, H, G, A, half, B, num_pages, format);
+        });
+    return q_THA;
+}
+
+Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
+                 const Tensor& row_S, const Tensor& starts_S1, const Tensor& lengths_S, int64_t B, double scale,
+                 int64_t window) {
+    const int64_t T = q_THA.size(0), H = q_THA.size(1), A = q_THA.size(2), S = row_S.numel(), G = k_cache.size(1);
+    expect_cache(k_cache, A, B), expect_cache(v_cache, A, B);
+    expect(starts_S1.numel() == S + 1 && lengths_S.numel() == S, "starts_S1 or lengths_S has a wrong shape");
+    const Tensor out_THA = fresh(q_THA.sizes());
+    run("attention", {k_cache, v_cache, table, row_S, starts_S1, lengths_S},
+        [out = FLOATS(out_THA), q = FLOATS(q_THA), k = k_cache.data_ptr(), v = v_cache.data_ptr(),
+         pages = data<int32_t>(table, "table"), rows = INTS(row_S), starts = INTS(starts_S1), lengths = INTS(lengths_S), T, S,
+         H, G, A, B, num_pages = k_cache.size(0), stride = table.size(1), scale, window, format = cache_format(k_cache)] {
+            return attention_cpu(out, q, k, v, pages, rows, starts, lengths, T, S, H, G, A, B, num_pages, stride, scale,
+                                 window, format);
+        });
+    return out_THA;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    py::class_<Packed>(m, "Packed")
+        .def(py::init<const std::vector<std::tuple<int, int64_t, Tensor>>&, int64_t>(), py::arg("parts"), py::arg("I"))
+        .def_readonly("O", &Packed::O)
+        .def_readonly("I", &Packed::I)
+        .def_property_readonly("nbytes", [](const Packed& packed) {
+            int64_t bytes = 0;
+            for (const Tensor& part : packed.memory) bytes += part.numel();
+            return bytes;
+        });
+    py::class_<Recording>(m, "Recording", "Every call between `with` and its end; replay() makes them again.")
+        .def(py::init<>())
+        .def("__enter__", [](Recording& recording) { open_recording = &recording; })
+        .def("__exit__", [](Recording&, const py::args&) { open_recording = nullptr; })
+        .def("replay", &replay, py::call_guard<py::gil_scoped_release>())
+        .def("profile", &profile)
+        .def("__len__", [](const Recording& recording) { return recording.calls.size(); });
+    m.def("pack", &pack);
+    m.def("linear", &linear);
+    m.def("linear_add_", [](const Tensor& y, const Tensor& x, const Packed& weights, const std::optional<Tensor>& bias) {
+        multiply(y, x, weights, bias, true);
+    });
+    m.def("embed", &embed);
+    m.def("rms_norm", &rms_norm);
+    m.def("silu_mul", &silu_mul);
+    m.def("argmax", &argmax);
+    m.def("rope_angles", &rope_angles);
+    m.def("rope_store_", &rope_store);
+    m.def("attention", &attention);
+    m.def("kv_head_values", &kv_head_values_cpu);
+    m.def("set_threads", [](int64_t num) { check("set_threads", set_threads_cpu(num)); });
+    m.def("set_isa", [](int64_t level) { check("set_isa", set_isa_cpu(level)); });
+}

@@ -1,0 +1,115 @@
+// attention_cpu: checks the arguments, cuts the work into items and shares them out. attention.inc has the arithmetic.
+#include "attention.h"
+
+#include "../kernels.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace quire {
+namespace {
+
+int64_t new_tokens(const Attention& call, int64_t request) {
+    return call.starts_S1[request + 1] - call.starts_S1[request];
+}
+
+int check(const Attention& call, int64_t T, int64_t S, int64_t num_pages) {
+    if (T < 0 || S < 0 || call.H < 1 || call.window < 0) return BAD_SIZE;
+    if (!is_cache_shape(call.G, call.A, call.B) || call.H % call.G) return BAD_SIZE;
+    if (call.starts_S1[0] != 0 || call.starts_S1[S] != T) return BAD_INDEX;
+    for (int64_t s = 0; s < S; s++) {
+        const int64_t num_new = new_tokens(call, s), length = call.lengths_S[s];
+        if (num_new == 0) continue;
+        if (num_new < 0 || num_new > length || length > call.table_stride * call.B) return BAD_INDEX;
+        if (call.row_S[s] < 0) return BAD_INDEX;
+        const int32_t* pages = call.table + call.row_S[s] * call.table_stride;
+        for (int64_t page = sight(call, s, 0).first / call.B; page * call.B < length; page++)
+            if (pages[page] < 0 || pages[page] >= num_pages) return BAD_INDEX;
+    }
+    return OK;
+}
+
+// Calls body(block) for every block. Later rows come first: they see more, and long items should not end the call.
+template <class Body>
+void each_block(const Attention& call, int64_t S, int64_t most_rows, Body body) {
+    const int64_t R = call.H / call.G;
+    for (int64_t s = 0; s < S; s++)
+        for (int64_t end = new_tokens(call, s) * R; end > 0; end -= most_rows)
+            for (int64_t group = 0; group < call.G; group++) {
+                const int64_t row = end > most_rows ? end - most_rows : 0;
+                const int64_t chunk = sight(call, s, row).first / CHUNK;
+                const int64_t end_chunk = (sight(call, s, end - 1).end + CHUNK - 1) / CHUNK;
+                body(Block{s, group, row, end, chunk, end_chunk, nullptr, end_chunk - chunk});
+            }
+}
+
+// One pass over all rows in blocks of at most `most_rows`. A block that is a large part of the work is shared out chunk
+// by chunk; that costs memory for the chunks' results and does not change a bit.
+int attend(const Attention& call, int64_t S, int64_t most_rows, bool bfloat16) {
+    const auto work = [](const Block& block) { return (block.end_chunk - block.chunk) * (block.end_row - block.row); };
+    int64_t total = 0, num_blocks = 0, num_items = 0, num_floats = 0;
+    each_block(call, S, most_rows, [&](const Block& block) { total += work(block); });
+    const auto is_shared = [&](const Block& block) {
+        return block.num_pending > 1 && work(block) * 8 * num_threads() > total;
+    };
+    each_block(call, S, most_rows, [&](const Block& block) {
+        num_blocks++;
+        num_items += is_shared(block) ? block.num_pending : 1;
+        num_floats += is_shared(block) ? work(block) * softmax_floats(call.A) : 0;
+    });
+
+    const int64_t bytes = num_blocks * sizeof(Block) + num_items * sizeof(Item) + num_floats * sizeof(float);
+    float* const memory = (float*)workspace(ATTENTION, bytes);
+    if (!memory && bytes) return NO_MEMORY;
+    float* softmaxes = memory;
+    Block* const blocks = (Block*)(memory + num_floats);
+    Item* const items = (Item*)(blocks + num_blocks);
+    Block* next_block = blocks;
+    Item* next_item = items;
+    each_block(call, S, most_rows, [&](Block block) {
+        const bool shared = is_shared(block);
+        if (shared) block.softmaxes = softmaxes, softmaxes += work(block) * softmax_floats(call.A);
+        const int64_t step = shared ? 1 : block.num_pending;
+        for (int64_t chunk = block.chunk; chunk < block.end_chunk; chunk += step)
+            *next_item++ = {next_block, chunk, chunk + step};
+        *next_block++ = block;
+    });
+
+#if defined(__x86_64__)
+    const auto run = isa() == AVX2 ? avx2::attend : plain::attend;
+#else
+    const auto run = plain::attend;
+#endif
+    parallel(num_items, [&](int64_t i) { run(call, items[i], bfloat16); });
+    return OK;
+}
+
+void spread_damage(const Attention& call, int64_t T) {
+    const int64_t width = call.H * call.A;
+    for (float* row = call.out_THA; row < call.out_THA + T * width; row += width) {
+        bool bad = false;
+        for (int64_t i = 0; i < width; i++) bad |= !__builtin_isfinite(row[i]);
+        for (int64_t i = 0; bad && i < width; i++) row[i] = __builtin_nanf("");
+    }
+}
+
+}  // namespace
+}  // namespace quire
+
+int attention_cpu(float* out_THA, const float* q_THA, const void* k_cache, const void* v_cache, const int32_t* table,
+                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, int64_t T, int64_t S,
+                  int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages, int64_t table_stride, float scale,
+                  int64_t window, int32_t cache_format) {
+    using namespace quire;
+    bool damaged = false;
+    const Attention call = {out_THA, q_THA, k_cache, v_cache, table, row_S, starts_S1, lengths_S,
+                            H, G, A, B, table_stride, window, scale, &damaged};
+    if (cache_format != F32 && cache_format != BF16) return BAD_FORMAT;
+    if (const int status = check(call, T, S, num_pages)) return status;
+    const int64_t most_rows = round_up_16(A) * BLOCK_ROWS <= BLOCK_FLOATS ? BLOCK_ROWS : BLOCK_FLOATS / round_up_16(A);
+    int status = attend(call, S, most_rows, cache_format == BF16);
+    if (status == OK && damaged) {
+        status = attend(call, S, 1, cache_format == BF16);
+        spread_damage(call, T);
+    }
+    return status;
+}

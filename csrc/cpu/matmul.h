@@ -1,0 +1,116 @@
+// How packed weights and quantized activations lie in memory: what pack_cpu writes and matmul and embed read.
+//
+// The outputs are cut into panels of 16; the last is filled up with zeros. Plain numbers: for each input, the 16
+// weights. Quantized: a record for each group of 32 inputs, its scales and then its quants. The quants of a record are
+// 8 blocks of 4 consecutive inputs; a block of bytes is 64 of them, 16 outputs x 4 inputs, so that one instruction
+// which adds up four products serves all 16 outputs. A quant is cut into planes of 4, 2 or 1 bits (8 stay whole); a
+// plane's 64-byte lines hold 2, 4 or 8 blocks, the first in the lowest bits. In the K formats each 8 records stand
+// behind a head that holds the 16 outputs' float16 scale and, if there are minima, float16 minimum.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "../kernels.h"
+
+namespace quire {
+
+constexpr int PANEL = 16, GROUP = 32, SUPER = 8;    // outputs a panel, inputs a group, groups behind a head
+
+// Scales of a record, for 16 outputs:
+// ONE     float16 d                    weight = d * (q - zero)
+// ONE_MIN float16 d, float16 m         weight = d * q + m
+// K32     uint8 s, uint8 m             weight = head.d * s * q - head.m * m
+// K16     int8 s of both 16 inputs     weight = head.d * s * (q - zero)
+// K16_MIN s | m << 4 of both 16 inputs weight = head.d * s * q - head.m * m
+enum class Scaling { PLAIN, ONE, ONE_MIN, K32, K16, K16_MIN };
+
+struct Layout {
+    Scaling scaling;
+    int bits;           // a quant's; 8: signed
+    int zero;
+
+    constexpr bool quantized() const { return scaling != Scaling::PLAIN; }
+    constexpr bool heads() const { return scaling >= Scaling::K32; }
+    constexpr int head_bytes() const { return !heads() ? 0 : scaling == Scaling::K16 ? 32 : 64; }
+    constexpr int scale_bytes() const { return scaling == Scaling::ONE_MIN ? 64 : 32; }
+    constexpr int record_bytes() const { return scale_bytes() + PANEL * GROUP * bits / 8; }
+    constexpr int block() const { return heads() ? GROUP * SUPER : quantized() ? GROUP : 1; }
+
+    constexpr int64_t head_offset(int64_t group) const {
+        return group / SUPER * (head_bytes() + SUPER * record_bytes());
+    }
+    constexpr int64_t record_offset(int64_t group) const {
+        return group * record_bytes() + (group / SUPER + 1) * head_bytes();
+    }
+    constexpr int64_t panel_bytes(int64_t I) const {
+        if (!quantized()) return I * PANEL * bits / 8;
+        return I / GROUP * record_bytes() + (heads() ? I / (GROUP * SUPER) * head_bytes() : 0);
+    }
+};
+
+// What `format` looks like; bits = 0 if it is none of ours.
+constexpr Layout layout(int32_t format) {
+    switch (format) {
+        case F32: return {Scaling::PLAIN, 32, 0};
+        case BF16: return {Scaling::PLAIN, 16, 0};
+        case Q4_0: return {Scaling::ONE, 4, 8};
+        case Q4_1: return {Scaling::ONE_MIN, 4, 0};
+        case Q5_0: return {Scaling::ONE, 5, 16};
+        case Q5_1: return {Scaling::ONE_MIN, 5, 0};
+        case Q8_0: return {Scaling::ONE, 8, 0};
+        case Q2_K: return {Scaling::K16_MIN, 2, 0};
+        case Q3_K: return {Scaling::K16, 3, 4};
+        case Q4_K: return {Scaling::K32, 4, 0};
+        case Q5_K: return {Scaling::K32, 5, 0};
+        case Q6_K: return {Scaling::K16, 6, 32};
+        default: return {Scaling::PLAIN, 0, 0};
+    }
+}
+
+// The widest plane of a quant; one of the remaining bits follows it, if any remain.
+constexpr int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+
+constexpr int64_t num_panels(int64_t O) { return (O + PANEL - 1) / PANEL; }
+
+constexpr bool serves(const Layout& form, int64_t O, int64_t I) {
+    return form.bits && O > 0 && I > 0 && I % form.block() == 0;
+}
+
+// One group of a row of activations: x = scale * q.
+struct Activations {
+    int8_t q[GROUP];
+    float scale;
+    float sum;              // scale * (the sum of all q)
+    int16_t half_sums[2];   // of the first and the last 16 q
+    int32_t whole_sum;
+};
+
+struct Matmul {
+    float* y_TO;
+    const float* x_TI;
+    const Activations* x_TJ;    // J = I / 32 groups; null if all weights are plain
+    const float* bias_O;        // may be null
+    int64_t O, I;               // O: of all parts
+    bool accumulate;
+};
+
+constexpr int64_t MOST_ROWS = 128;      // of a share: L1 holds their sums for one panel
+
+// What of a part to compute: some of its panels, for some rows.
+struct Share {
+    int64_t column;             // of y_TO, where the part begins
+    int64_t start, end;         // panels
+    int64_t start_row, num_rows;
+};
+
+// One variant for each kind of instructions.
+namespace plain {
+void quantize(Activations* x_TJ, const float* x_TI, int64_t num_groups);
+void multiply(const Matmul& call, const Part& part, const Share& share);
+}  // namespace plain
+namespace avx2 {
+void quantize(Activations* x_TJ, const float* x_TI, int64_t num_groups);
+void multiply(const Matmul& call, const Part& part, const Share& share);
+}  // namespace avx2
+
+}  // namespace quire

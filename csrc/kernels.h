@@ -1,0 +1,105 @@
+// The native kernels: what binding.cpp calls and the tests check. This header is the manual.
+//
+// Dimension key (model.py): T tokens of this step, D model width, F feed-forward width, V vocabulary, H query heads,
+// G key/value heads, A head width, S requests in this step, L rows of logits, B tokens per page, O and I a matmul's
+// outputs and inputs. A name's suffix is its shape: y_TO holds T rows of O numbers, without gaps.
+//
+// Arguments come in the order outputs, inputs, sizes, scalars. Every kernel returns a Status; if that is not OK,
+// nothing was written. No pointer is kept after the call. Calls from several threads wait for each other.
+//
+// Every row of a result depends on its own data alone and is computed in an order that its own sizes fix: its bits are
+// the same alone or among others, with any number of threads. A number that is not finite makes the rows that see it
+// not finite, and no others.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum Status : int { OK = 0, BAD_FORMAT = 1, BAD_SIZE = 2, BAD_INDEX = 3, NO_MEMORY = 4, NO_ISA = 5 };
+
+// How numbers are stored: the ids of GGUF files (quant.py: Format.ggml_id).
+enum Format : int32_t {
+    F32 = 0, BF16 = 30, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+    Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14
+};
+
+// The machine ---------------------------------------------------------------------------------------------------------
+
+// Threads that kernels use, the caller among them; 0: as many as CPUs are open to the process (the default).
+int set_threads_cpu(int64_t num_threads);
+
+// Which instructions kernels use, for tests: 0 plain C++, 1 AVX2 with FMA. The best there is by default; NO_ISA if this
+// CPU lacks it.
+int set_isa_cpu(int64_t level);
+
+// Matrices ------------------------------------------------------------------------------------------------------------
+
+// A weight matrix of O rows in packed form. Several that read the same input stand side by side: q, k, v or gate, up.
+struct Part {
+    int32_t format;
+    int64_t O;
+    const void* packed;
+};
+
+// Packing reorders a matrix (O, I), as files hold it, for matmul, and loses nothing: matmul.h has the layout.
+// I is a multiple of the format's block (32, or 256 for the K formats; 1 for plain numbers).
+// Returns the bytes it takes, or 0 where pack_cpu would not return OK. `packed` should begin at a multiple of 64.
+int64_t pack_bytes_cpu(int32_t format, int64_t O, int64_t I);
+int pack_cpu(void* packed, const void* raw, int32_t format, int64_t O, int64_t I);
+
+// y = x W^T + bias, for each part in its columns of y_TO, where O sums over the parts; bias_O may be null.
+// `accumulate`: the result is added to what y_TO holds. Quantized weights meet an x rounded to 8 bits in groups of 32;
+// matmul.inc states the arithmetic, which is the same on all CPUs. For plain weights it depends on the instructions.
+int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* bias_O, int64_t T, int64_t I,
+               int64_t num_parts, int accumulate);
+
+// Rows token_T of the table, with exactly the values of quant.py. BAD_INDEX: a token < 0 or >= table->O.
+int embed_cpu(float* x_TD, const Part* table, const int64_t* token_T, int64_t T, int64_t D);
+
+// Rows of numbers -----------------------------------------------------------------------------------------------------
+
+// x / sqrt(mean(x^2) + eps) * weight.
+int rms_norm_cpu(float* out_TD, const float* x_TD, const float* weight_D, int64_t T, int64_t D, float eps);
+
+// silu(gate) * up, where a row of x_T2F holds gate, then up.
+int silu_mul_cpu(float* act_TF, const float* x_T2F, int64_t T, int64_t F);
+
+// The lowest id of the greatest number in each row; -1 for a row with a number that is not finite.
+int argmax_cpu(int64_t* id_L, const float* x_LV, int64_t L, int64_t V);
+
+// Attention -----------------------------------------------------------------------------------------------------------
+
+// A layer's k_cache and v_cache hold num_pages pages of G heads, each with room for this many numbers, in bfloat16 or
+// float32 (cache_format BF16 or F32); cpu/kv.h has the layout. A <= 512 is even, B a power of two from 8 to 256; 0 for
+// other sizes. It is A * B if A is a multiple of 16 and B > 8.
+int64_t kv_head_values_cpu(int64_t A, int64_t B);
+
+// The cosine and sine, (T, half) each, of position * frequency, times `scale`; the angle is computed in double.
+int rope_angles_cpu(float* cos, float* sin, const int64_t* position_T, const double* inv_freq, int64_t T, int64_t half,
+                    double scale);
+
+// Rotates the pairs (i, i + half) of each head's first 2 * half numbers; the rest passes. cos and sin are (T, half).
+int rope_cpu(float* out_THA, const float* x_THA, const float* cos, const float* sin, int64_t T, int64_t H, int64_t A,
+             int64_t half);
+
+// Writes each token's keys and values into slot_T: page * B + place in the page. Where a head's key is not finite, NaN
+// is written as its value. BAD_INDEX: a slot < 0 or >= num_pages * B.
+int store_kv_cpu(void* k_cache, void* v_cache, const float* k_TGA, const float* v_TGA, const int64_t* slot_T, int64_t T,
+                 int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t cache_format);
+
+// Both at once: a row of qkv_TX holds H queries, G keys, G values. Queries are rotated into q_THA, keys into the cache.
+int rope_store_cpu(float* q_THA, void* k_cache, void* v_cache, const float* qkv_TX, const float* cos, const float* sin,
+                   const int64_t* slot_T, int64_t T, int64_t H, int64_t G, int64_t A, int64_t half, int64_t B,
+                   int64_t num_pages, int32_t cache_format);
+
+// Causal attention of each request's new tokens over its pages. Request s owns rows starts_S1[s] to starts_S1[s + 1],
+// the last of its lengths_S[s] tokens; its page ids begin at table + row_S[s] * table_stride. window > 0: a token sees
+// itself and the window - 1 tokens before it. What no token sees may be anything. A row whose query, or any key or
+// value that it sees, is not finite is NaN in all its heads. BAD_INDEX: starts_S1 and lengths_S contradict each other
+// or T, or the table names a page < 0 or >= num_pages that a token sees.
+int attention_cpu(float* out_THA, const float* q_THA, const void* k_cache, const void* v_cache, const int32_t* table,
+                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, int64_t T, int64_t S,
+                  int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages, int64_t table_stride, float scale,
+                  int64_t window, int32_t cache_format);
+
+}  // extern "C"

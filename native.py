@@ -1,0 +1,134 @@
+"""The kernels of csrc/ under the names and signatures of kernels.py, and how they are compiled.
+
+Owns the build: sources are compiled once, by torch.utils.cpp_extension, into a folder named after their contents; a
+start finds it there. Knows nothing of layers or requests. `load` gives the operations; kernels.py is their reference.
+
+Activations are float32. Weights are `Packed`: quantized blocks, bfloat16 or float32. Each row of a result has the same
+bits alone or among others.
+"""
+
+import fcntl
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import KV
+from quant import FORMATS
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off")  # fused multiply-adds only where a kernel says so
+NAME = "quire_native"
+
+
+def load(on_build: Callable[[], None] = lambda: None) -> "Native":
+    """The operations, compiled if need be as `library` does."""
+    path = library(on_build)
+    spec = importlib.util.spec_from_loader(NAME, importlib.machinery.ExtensionFileLoader(NAME, str(path)))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Native(module)
+
+
+def library(on_build: Callable[[], None] = lambda: None) -> Path:
+    """The shared library of the kernels; compiled first if these sources never were, which `on_build` is told. OSError
+    or RuntimeError if they cannot be."""
+    folder = build_folder()
+    path = folder / f"{NAME}.so"
+    if not path.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.parent / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its holder, however that ends
+            if not path.exists():
+                on_build()
+                build(folder)
+    return path
+
+
+def build_folder() -> Path:
+    """Where these sources' compiled form lies: beside them, or where that cannot be written in the user's cache."""
+    key = blake2b(f"{torch.__version__} {sys.version} {FLAGS}".encode(), digest_size=8)
+    for path in source_files():
+        key.update(path.name.encode() + path.read_bytes())
+    root = SOURCES.parent
+    if not os.access(root, os.W_OK):
+        root = Path("~/.cache/quire").expanduser()
+    return root / "build" / f"native-{key.hexdigest()}"
+
+
+def source_files() -> list[Path]:
+    return sorted(path for pattern in ("*.h", "*.cpp", "cpu/*") for path in SOURCES.glob(pattern))
+
+
+def build(folder: Path) -> None:
+    """Compiles into `folder`, which appears whole or not at all."""
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        compile_into(temporary)
+        for path in temporary.iterdir():
+            if path.suffix != ".so":
+                path.unlink()
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def compile_into(folder: Path) -> None:
+    """In a process of its own: cpp_extension brings setuptools, which does not suit every program it would be loaded
+    into. RuntimeError with what the compiler said."""
+    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
+    arguments = {"name": NAME, "sources": sources, "extra_cflags": list(FLAGS), "build_directory": str(folder)}
+    code = f"from torch.utils.cpp_extension import load; load(**{arguments}, is_python_module=False)"
+    # pip puts ninja beside the interpreter; it is looked for on PATH alone.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PATH": path})
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        raise RuntimeError(next((line for line in lines if "error: " in line or "not found" in line), lines[-1]))
+
+
+class Native:
+    """The operations of kernels.py on compiled kernels."""
+
+    def __init__(self, module):
+        self.module = module
+        self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
+        self.linear, self.linear_add_ = module.linear, module.linear_add_
+        self.argmax, self.set_threads, self.set_isa = module.argmax, module.set_threads, module.set_isa
+        self.Recording = module.Recording
+
+    def pack(self, tensors: Sequence[tuple[str, tuple[int, int], Tensor]]):
+        """Matrices (O, I) that read the same input, as (format, shape, bytes of the file): one Packed."""
+        parts = []
+        for name, (rows, columns), raw in tensors:
+            format = FORMATS[name]
+            raw_bytes = rows * columns // format.block * format.nbytes
+            parts.append((format.ggml_id, rows, self.module.pack(raw, format.ggml_id, rows, columns, raw_bytes)))
+        return self.module.Packed(parts, tensors[0][1][1])
+
+    def new_kv(self, num_pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype,
+               device: str | torch.device, group: int) -> KV:
+        values = [self.module.kv_head_values(dim, page_size) for dim in (k_dim, v_dim)]
+        return KV(*(torch.empty(num_pages, heads, width, dtype=dtype) for width in values), page_size, group)
+
+    def rope_angles(self, position_T: Tensor, inv_freq: Tensor, scale: float,
+                    dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.module.rope_angles(position_T, inv_freq, scale)  # float32, as all activations
+
+    def rope_store_(self, kv: KV, qkv_TX: Tensor, angles: tuple[Tensor, Tensor], slot_T: Tensor,
+                    head_dim: int) -> Tensor:
+        heads = qkv_TX.shape[1] // head_dim - 2 * kv.k.shape[1]
+        return self.module.rope_store_(kv.k, kv.v, qkv_TX, *angles, slot_T, heads, head_dim, kv.page_size)
+
+    def attention(self, q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
+        return self.module.attention(q_THA, kv.k, kv.v, batch.tables[kv.group], batch.lease_S, batch.starts_S1,
+                                     batch.lengths_S, kv.page_size, scale, window)

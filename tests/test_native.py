@@ -1,0 +1,195 @@
+"""native.py: how the kernels are compiled and refused, and models on them: near the reference, and the same bits
+whatever runs beside. The kernels one by one are in test_native_matmul.py and test_native_attention.py."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import kernels
+import native
+import tiny
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from model import load_model
+from sampling import SamplingParams
+
+QUANTS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 2, 7, 8, 9, 30, 33, 64, 100))]
+
+
+# ---- the build
+
+
+def test_sources_are_compiled_once_and_found_again(tmp_path, monkeypatch):
+    def compile_into(folder):
+        (folder / "quire_native.so").write_bytes(b"")
+        (folder / "build.ninja").write_text("")
+
+    monkeypatch.setattr(native, "compile_into", compile_into)
+    (tmp_path / "csrc/cpu").mkdir(parents=True)
+    (tmp_path / "csrc/cpu/a.inc").write_text("")
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")
+    told = []
+    first = native.library(lambda: told.append(1))
+    assert native.library(lambda: told.append(1)) == first and told == [1]
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    (tmp_path / "csrc/cpu/a.inc").write_text("// changed")
+    assert native.library(lambda: told.append(1)) != first and told == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_build_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc/binding.cpp").write_text("#error this cannot be\n")
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")
+    with pytest.raises(RuntimeError, match="error.*this cannot be"):
+        native.library()
+    assert [path.name for path in (tmp_path / "build").iterdir()] == [".lock"]
+
+
+# ---- the operations
+
+
+def test_operations_have_the_signatures_of_the_reference(native_ops):
+    public = [name for name, value in vars(kernels).items() if inspect.isfunction(value) and not name.startswith("_")]
+    served = [name for name in public if hasattr(native_ops, name)]
+    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "argmax", "rope_angles", "rope_store_",
+            "attention", "new_kv"} <= set(served)
+    for name in ("rope_angles", "rope_store_", "attention", "new_kv"):
+        assert list(inspect.signature(getattr(native_ops, name)).parameters) == list(
+            inspect.signature(getattr(kernels, name)).parameters)
+
+
+def test_what_the_kernels_cannot_read_is_refused_by_name(native_ops):
+    x_TD, weight_D = torch.ones(3, 8), torch.ones(8)
+    for bad in (x_TD.double(), torch.ones(3, 16)[:, ::2]):
+        with pytest.raises(ValueError, match="x_TD must be a contiguous CPU tensor of Float"):
+            native_ops.rms_norm(bad, weight_D, 1e-5)
+    with pytest.raises(ValueError, match="weight_D"):
+        native_ops.rms_norm(x_TD, torch.ones(7), 1e-5)
+    packed = native_ops.pack([("f32", (4, 8), torch.ones(4, 8).view(torch.uint8))])
+    with pytest.raises(ValueError, match="x_TI must have as many columns"):
+        native_ops.linear(torch.ones(3, 9), packed, None)
+    with pytest.raises(ValueError, match="raw does not have the bytes"):
+        native_ops.pack([("f32", (4, 9), torch.ones(4, 8).view(torch.uint8))])
+    with pytest.raises(ValueError, match="embed: an index out of range"):
+        native_ops.embed(packed, torch.tensor([4]))
+
+
+def test_argmax_is_that_of_the_reference(native_ops):
+    x_LV = torch.randn(6, 20000, generator=torch.Generator().manual_seed(1))
+    x_LV[1, [7, 19999]] = 9.0
+    x_LV[2, 5], x_LV[3, 19998], x_LV[4, 0] = torch.nan, torch.inf, -torch.inf
+    assert native_ops.argmax(x_LV).tolist() == kernels.argmax(x_LV).tolist()
+    assert native_ops.argmax(x_LV)[1:5].tolist() == [7, -1, -1, -1]
+
+
+# ---- models
+
+
+def load(path, dtype, ops=kernels, **kwargs):
+    with open_checkpoint(path) as checkpoint:
+        return load_model(checkpoint, dtype, ops=ops, **kwargs)
+
+
+def answers(model, prompts, params, **config):
+    """Of each request its ids, and the logits they were drawn from: (ids, rows)."""
+    engine = Engine(model, EngineConfig(**({"num_pages": 64, "page_size": 8} | config)))
+    logits, rows = model.logits, []
+    model.logits = lambda h_LD: rows.append(logits(h_LD).clone()) or rows[-1]
+    try:
+        requests = [engine.submit(prompt, params) for prompt in prompts]
+        seen = {request: [] for request in requests}
+        while engine.has_work:
+            before = {request: request.num_output for request in requests}
+            engine.step()
+            drew = [request for request in engine_order(engine, requests) if request.num_output > before[request]]
+            for request, row in zip(drew, rows.pop() if drew else ()):
+                seen[request].append(row)
+    finally:
+        del model.logits
+    return [(request.output_ids, torch.stack(seen[request])) for request in requests]
+
+
+def engine_order(engine, requests):
+    """Requests of one class draw in the order in which they were admitted."""
+    return sorted(requests, key=lambda request: (request.admitted_s is None, request.admitted_s))
+
+
+def assert_same_bits(ours, theirs):
+    for (ids, rows), (other_ids, other_rows) in zip(ours, theirs, strict=True):
+        assert ids == other_ids and torch.equal(rows, other_rows)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def family(request):
+    return request.param, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if (
+        request.param == "qwen2") else {}
+
+
+# Those that the quick tests leave out differ in the kernels alone, which have tests of their own.
+@pytest.fixture(scope="module", params=[
+    pytest.param(quant, marks=[] if quant in ("bf16", "q4_1", "q8_0") else pytest.mark.slow) for quant in QUANTS])
+def path(request, family, tmp_path_factory):
+    name, overrides = family
+    return tiny.write_gguf(tmp_path_factory.mktemp(name) / "tiny.gguf", name, quant=request.param, **overrides)
+
+
+def test_logits_are_near_those_of_the_reference(path, native_ops):
+    """Quantized weights meet activations of 8 bits: a hundredth of the logits' spread; others only round."""
+    ids = PROMPTS[-1]
+    exact = Engine(load(path, torch.float64), EngineConfig(num_pages=16)).logits(ids)
+    model = load(path, None, native_ops)
+    ours = Engine(model, EngineConfig(num_pages=16, cache_dtype=torch.float32)).logits(ids)
+    quantized = model.token_embd.weight.nbytes < 2 * model.token_embd.num_weights
+    error = (ours - exact).std() / exact.std()
+    assert error < (0.03 if quantized else 1e-5)
+
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"max_step_tokens": 1}, {"max_step_tokens": 7}, {"page_size": 32}, {"max_requests": 2}, {"prefix_cache": False},
+], ids=str)
+def test_company_changes_no_bit(path, native_ops, config):
+    model = load(path, None, native_ops)
+    alone = [answers(model, [prompt], GREEDY, prefix_cache=False)[0] for prompt in PROMPTS]
+    assert_same_bits(answers(model, PROMPTS, GREEDY, **config), alone)
+
+
+def test_preemption_changes_no_id(path, native_ops):
+    model = load(path, None, native_ops)
+    alone = [answers(model, [prompt], GREEDY, prefix_cache=False)[0][0] for prompt in PROMPTS]
+    engine = Engine(model, EngineConfig(num_pages=17, page_size=8, max_step_tokens=50))
+    long = SamplingParams(max_tokens=6, ignore_eos=True)
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, long)] == alone
+    assert engine.cache.num_available_full == 17
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_smollm2_has_the_same_bits_alone_among_32_in_chunks_and_after_a_hit(smollm2, native_ops):
+    model = load(smollm2, None, native_ops, context=512)
+    reference = json.loads((Path(__file__).parent / "data/references_smollm2.json").read_text())
+    prompts = [prompt["prompt_ids"][:60] for prompt in reference["prompts"].values()]
+    prompts = [prompt[i:] for i in range(9) for prompt in prompts if len(prompt) > i][:32]
+    config = {"num_pages": 256, "page_size": 16}
+    alone = [answers(model, [prompt], GREEDY, **config)[0] for prompt in prompts]
+    assert_same_bits(answers(model, prompts, GREEDY, **config), alone)
+    assert_same_bits(answers(model, prompts[:8], GREEDY, max_step_tokens=7, **config), alone[:8])
+    twice = answers(model, [*prompts[:8], *prompts[:8]], GREEDY, **config)
+    assert_same_bits(twice[8:], alone[:8])
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_perplexity_of_quantized_weights(smollm2, native_ops):
+    """float32 has 18.4529 on this text, llama.cpp 18.5190."""
+    ids = json.loads((Path(__file__).parent / "data/text30k.llamacpp.ids.json").read_text())
+    engine = Engine(load(smollm2, None, native_ops, context=512), EngineConfig(num_pages=64))
+    assert bench.perplexity(engine, ids).ppl == pytest.approx(18.4529, rel=0.005)

@@ -1,0 +1,294 @@
+"""Native attention, its paged cache, and the small operations: against the torch bodies in float64, and bit for bit
+against themselves in other company."""
+
+import ctypes
+import math
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernels
+import native as native_module
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 30}
+OK, BAD_FORMAT, BAD_SIZE, BAD_INDEX = range(4)
+POISON = math.nan
+
+
+@pytest.fixture(scope="module")
+def library():
+    library = ctypes.CDLL(str(native_module.library()))
+    yield library
+    for level in (0, 1):  # the best there is
+        library.set_isa_cpu(ctypes.c_int64(level))
+
+
+@pytest.fixture(scope="module", params=["plain", "avx2"])
+def native(library, request):
+    """The library with one instruction set."""
+    if status(library.set_isa_cpu, ["plain", "avx2"].index(request.param)) != OK:
+        pytest.skip(f"this CPU lacks {request.param}")
+    call(library.set_threads_cpu, 2)
+    library.kv_head_values_cpu.restype = ctypes.c_int64
+    return library
+
+
+def status(function, *args) -> int:
+    def convert(arg):
+        if isinstance(arg, torch.Tensor):
+            assert arg.is_contiguous()
+            return ctypes.c_void_p(arg.data_ptr())
+        return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
+
+    return function(*map(convert, args))
+
+
+def call(function, *args) -> None:
+    assert status(function, *args) == OK
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def error(got, exact):
+    return float((got.double() - exact).abs().max())
+
+
+class Requests:
+    """Requests with keys, values and queries for every one of their tokens, and a poisoned cache of scattered pages."""
+
+    def __init__(self, native, lengths, H, G, A, B, dtype, seed=0):
+        self.native, self.lengths, self.H, self.G, self.A, self.B, self.dtype = native, lengths, H, G, A, B, dtype
+        counts = [-(-length // B) for length in lengths]
+        self.num_pages, self.width = sum(counts) + 3, max(counts) + 2
+        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.table = torch.full((len(lengths), self.width), -1, dtype=torch.int32)
+        for s, count in enumerate(counts):
+            self.table[s, :count] = torch.tensor([order.pop() for _ in range(count)])
+        size = self.num_pages, G, native.kv_head_values_cpu(ctypes.c_int64(A), ctypes.c_int64(B))
+        self.k, self.v = (torch.full(size, POISON, dtype=dtype) for _ in range(2))
+        self.keys, self.values = ([random(n, G, A, seed=seed + 9 * s + i) for s, n in enumerate(lengths)]
+                                  for i in (1, 2))
+        self.queries = [random(n, H, A, seed=seed + 9 * s + 3) for s, n in enumerate(lengths)]
+        for s, length in enumerate(lengths):
+            self.store(s, 0, length)
+
+    def store(self, s, first, end):
+        place = torch.arange(first, end)
+        slot_T = self.table[s, place // self.B].long() * self.B + place % self.B
+        call(self.native.store_kv_cpu, self.k, self.v, self.keys[s][first:end], self.values[s][first:end], slot_T,
+             end - first, self.G, self.A, self.B, self.num_pages, FORMATS[self.dtype])
+
+    def attend(self, pieces, window=0):
+        """Results for `pieces` (request, first, end), all in one call."""
+        q_THA = torch.cat([self.queries[s][first:end] for s, first, end in pieces])
+        out_THA = torch.full_like(q_THA, POISON)
+        starts_S1 = torch.tensor([0, *accumulate(end - first for _, first, end in pieces)])
+        row_S, lengths_S = (torch.tensor(x) for x in ([s for s, _, _ in pieces], [end for _, _, end in pieces]))
+        call(self.native.attention_cpu, out_THA, q_THA, self.k, self.v, self.table, row_S, starts_S1, lengths_S,
+             len(q_THA), len(pieces), self.H, self.G, self.A, self.B, self.num_pages, self.width, self.A**-0.5,
+             window, FORMATS[self.dtype])
+        return [out_THA[a:b] for a, b in pairwise(starts_S1.tolist())]
+
+    def alone(self, s, chunk, window=0):
+        """All of one request, `chunk` tokens a call."""
+        length = self.lengths[s]
+        return torch.cat([self.attend([(s, i, min(i + chunk, length))], window)[0] for i in range(0, length, chunk)])
+
+    def expected(self, s, window, dtype):
+        """torch's attention on what the cache holds."""
+        q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (
+            self.queries[s], self.keys[s].to(self.dtype), self.values[s].to(self.dtype)))
+        place = torch.arange(self.lengths[s])
+        mask = (place <= place[:, None]) & (place > place[:, None] - (window or math.inf))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.A**-0.5, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("window", [0, 1, 100, 300])
+@pytest.mark.parametrize("H, G, A, B", [(9, 3, 64, 32), (6, 1, 128, 16), (7, 7, 20, 8), (14, 2, 64, 256),
+                                        (20, 1, 2, 64), (2, 2, 512, 128)])
+def test_attention_is_as_exact_as_torch_in_float32(native, H, G, A, B, window, dtype):
+    requests = Requests(native, [1, 400, 33], H, G, A, B, dtype)
+    for s, out in enumerate(requests.attend([(s, 0, n) for s, n in enumerate(requests.lengths)], window)):
+        exact = requests.expected(s, window, torch.float64)
+        torch_error = error(requests.expected(s, window, torch.float32), exact)
+        assert error(out, exact) <= max(2 * torch_error, 1e-6), (s, torch_error)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("window", [0, 1, 37, 256, 300])
+def test_the_bits_do_not_depend_on_chunks_pages_threads_or_company(native, window, dtype):
+    lengths = [600, 257, 256, 1] + [(37 * i) % 290 + 1 for i in range(28)]
+    whole = None
+    for B in (8, 32, 256):
+        requests = Requests(native, lengths, 6, 2, 48, B, dtype)
+        together = requests.attend([(s, 0, n) for s, n in enumerate(lengths)], window)
+        whole = whole or together
+        assert all(torch.equal(a, b) for a, b in zip(whole, together))
+        last = requests.attend([(s, n - 1, n) for s, n in enumerate(lengths)], window)
+        assert all(torch.equal(a[-1:], b) for a, b in zip(whole, last))
+        for threads in (1, 2):
+            call(native.set_threads_cpu, threads)
+            for s, chunk in [(0, 64), (0, 600), (1, 7), (2, 100), (1, 1), (8, 1)]:
+                assert torch.equal(requests.alone(s, chunk, window), whole[s]), (s, chunk)
+
+
+@given(seed=st.integers(0, 2**30), part=st.sampled_from(["queries", "keys", "values"]),
+       bad=st.sampled_from([math.nan, math.inf, -math.inf]), dtype=st.sampled_from(list(FORMATS)),
+       window=st.sampled_from([0, 3, 64, 270]), heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
+       B=st.sampled_from([8, 16, 64]))
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(native, seed, part, bad, dtype, window, heads,
+                                                                       B):
+    picks = torch.Generator().manual_seed(seed)
+
+    def pick(low, high):
+        return int(torch.randint(low, high, (), generator=picks))
+
+    lengths = [pick(1, 30), pick(1, 600), pick(1, 30)]
+    pieces = [(s, max(0, n - pick(1, 300)), n) for s, n in enumerate(lengths)]
+    requests = Requests(native, lengths, *heads, 32, B, dtype, seed)
+    whole = requests.attend(pieces, window)
+    assert all(out.isfinite().all() for out in whole)
+
+    first, end = pieces[1][1:]
+    place = pick(first if part == "queries" else 0, end)
+    row = getattr(requests, part)[1][place]
+    row[pick(0, len(row)), pick(0, 32)] = bad
+    requests.store(1, place, place + 1)
+    out = requests.attend(pieces, window)
+    i = torch.arange(first, end)
+    sees = i == place if part == "queries" else (place <= i) & ((place > i - window) if window else True)
+    assert torch.equal(out[0], whole[0]) and torch.equal(out[2], whole[2])
+    assert out[1][sees].isnan().all() and torch.equal(out[1][~sees], whole[1][~sees])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_pages_out_of_a_windows_sight_are_not_looked_up(native, dtype):
+    requests = Requests(native, [1000], 4, 2, 32, 16, dtype)
+    whole = requests.alone(0, 1000, window=40)
+    requests.table[0, : (900 - 39) // 16] = -1
+    assert torch.equal(requests.attend([(0, 900, 1000)], window=40)[0], whole[900:])
+
+
+def test_no_rows_are_no_error(native):
+    nothing = torch.empty(0)
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert status(native.attention_cpu, nothing, nothing, nothing, nothing, nothing, nothing, zero, nothing, 0, 0, 4, 2,
+                  32, 16, 0, 0, 1.0, 0, 0) == OK
+    assert status(native.store_kv_cpu, *[nothing] * 5, 0, 2, 32, 16, 0, 0) == OK
+    assert status(native.argmax_cpu, nothing, nothing, 0, 9) == OK
+    assert status(native.rms_norm_cpu, nothing, nothing, nothing, 0, 9, 1e-5) == OK
+    assert status(native.silu_mul_cpu, nothing, nothing, 0, 9) == OK
+
+
+def test_impossible_arguments_are_refused(native):
+    requests = Requests(native, [40], 4, 2, 32, 16, torch.float32)
+    q_THA, out_THA = requests.queries[0][-3:], torch.empty(3, 4, 32)
+
+    def attend(row=0, end=3, length=40, H=4, A=32, B=16, num_pages=requests.num_pages, window=0, cache_format=0):
+        return status(native.attention_cpu, out_THA, q_THA, requests.k, requests.v, requests.table,
+                      torch.tensor([row]), torch.tensor([0, end]), torch.tensor([length]), 3, 1, H, 2, A, B, num_pages,
+                      requests.width, 1.0, window, cache_format)
+
+    assert attend() == OK
+    assert attend(cache_format=8) == BAD_FORMAT
+    assert {attend(H=5), attend(A=31), attend(B=24), attend(window=-1)} == {BAD_SIZE}
+    assert {attend(row=-1), attend(end=2), attend(length=2), attend(length=100), attend(num_pages=1)} == {BAD_INDEX}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("A, half", [(64, 32), (20, 4), (8, 0)])
+def test_rope_and_store_in_one_call_equal_the_reference(native, A, half, dtype):
+    T, H, G, B = 70, 6, 2, 16
+    qkv_TX = random(T, (H + 2 * G) * A)
+    q_THA, k_TGA, v_TGA = (x.contiguous() for x in qkv_TX.view(T, -1, A).split((H, G, G), dim=1))
+    cos, sin = kernels.rope_angles(torch.arange(T) * 50, kernels.rope_frequencies(1e4, max(2 * half, 2)), 1.1,
+                                   torch.float32)
+    cos, sin = cos[..., :half].contiguous(), sin[..., :half].contiguous()
+    slot_T = torch.randperm(8 * B, generator=torch.Generator().manual_seed(1))[:T]
+    size = 8, G, native.kv_head_values_cpu(ctypes.c_int64(A), ctypes.c_int64(B))
+    caches = [torch.full(size, 7, dtype=dtype) for _ in range(4)]
+    got = torch.empty_like(q_THA)
+    call(native.rope_store_cpu, got, *caches[:2], qkv_TX, cos, sin, slot_T, T, H, G, A, half, B, 8, FORMATS[dtype])
+    assert torch.equal(got, kernels.rope(q_THA, cos, sin))
+    turned = torch.empty_like(k_TGA)
+    call(native.rope_cpu, turned, k_TGA, cos, sin, T, G, A, half)
+    assert torch.equal(turned, kernels.rope(k_TGA, cos, sin))
+    call(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 8, FORMATS[dtype])
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+    # Every number is there, rounded as torch does, and nothing else was touched.
+    for cache, x in ((caches[0], turned), (caches[1], v_TGA)):
+        stored = cache[cache != 7].flatten().sort().values
+        assert torch.equal(stored, x.to(dtype).flatten().sort().values)
+    assert status(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 7, FORMATS[dtype]) == BAD_INDEX
+
+
+def test_bfloat16_rounds_as_in_torch(native):
+    bits = torch.cat([torch.randint(-(2**31), 2**31, (60000,), generator=torch.Generator().manual_seed(2)),
+                      torch.arange(0x3F7F0000, 0x3F810000), torch.arange(0x7F7EFFF0, 0x7F800000)])
+    values = bits.to(torch.int32).view(torch.float32)
+    values = values[: len(values) // 16 * 16].view(-1, 1, 16).contiguous()
+    keys, T = torch.zeros_like(values), len(values)
+    k, v = torch.zeros(2, -(-T // 16), 1, 256, dtype=torch.bfloat16)
+    call(native.store_kv_cpu, k, v, keys, values, torch.arange(T), T, 1, 16, 16, len(k), FORMATS[torch.bfloat16])
+    got = v.view(-1, 8, 16, 2).transpose(2, 3).reshape(-1, 1, 16)[:T]
+    assert torch.equal(got.nan_to_num(3), values.bfloat16().nan_to_num(3))
+    assert torch.equal(got.isnan(), values.isnan())
+
+
+@pytest.mark.parametrize("T, D", [(1, 576), (70, 1536), (3, 1), (2, 16384), (5, 37)])
+def test_rms_norm(native, T, D):
+    x_TD, weight_D = random(T, D) * 10, random(D, seed=1)
+    out = torch.full_like(x_TD, POISON)
+    call(native.rms_norm_cpu, out, x_TD, weight_D, T, D, 1e-5)
+    exact = kernels.rms_norm(x_TD.double(), weight_D.double(), 1e-5)
+    assert error(out, exact) <= max(2 * error(kernels.rms_norm(x_TD, weight_D, 1e-5), exact), 5e-7)
+    alone = torch.empty(1, D)
+    call(native.rms_norm_cpu, alone, x_TD[-1:], weight_D, 1, D, 1e-5)
+    assert torch.equal(alone, out[-1:])
+    for bad in (math.nan, math.inf):
+        x_TD[0, D // 2] = bad
+        damaged = torch.empty_like(out)
+        call(native.rms_norm_cpu, damaged, x_TD, weight_D, T, D, 1e-5)
+        assert not damaged[0].isfinite().all() and torch.equal(damaged[1:], out[1:])
+
+
+@pytest.mark.parametrize("T, F", [(1, 8960), (70, 1536), (3, 1), (2, 16389)])
+def test_silu_mul(native, T, F):
+    x_T2F = random(T, 2 * F) * 8
+    x_T2F[0, 0] = -200
+    out = torch.full((T, F), POISON)
+    call(native.silu_mul_cpu, out, x_T2F, T, F)
+    exact = kernels.silu_mul(x_T2F.double())
+    wrong = (out.double() - exact).abs() / exact.abs().clamp(min=1e-30)
+    assert wrong.max() < 5e-7
+    alone = torch.empty(1, F)
+    call(native.silu_mul_cpu, alone, x_T2F[-1:], 1, F)
+    assert torch.equal(alone, out[-1:])
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, F, F - 1):
+            damaged, x = torch.empty_like(out), x_T2F.clone()
+            x[0, place] = bad
+            call(native.silu_mul_cpu, damaged, x, T, F)
+            assert not damaged[0].isfinite().all() and torch.equal(damaged[1:], out[1:])
+
+
+@given(seed=st.integers(0, 2**30), V=st.sampled_from([1, 15, 16, 8191, 8193, 49152]))
+def test_argmax(native, seed, V):
+    x_LV = random(6, V, seed=seed).mul(3).round()  # many ties
+    x_LV[1] = -5
+    x_LV[2, V // 2] = math.nan
+    x_LV[3, V - 1] = -math.inf
+    x_LV[4, 0] = math.inf
+    id_L = torch.zeros(6, dtype=torch.int64)
+    call(native.argmax_cpu, id_L, x_LV, 6, V)
+    best_L = (x_LV == x_LV.max(-1, keepdim=True).values).long().argmax(-1)
+    best_L[2:5] = -1
+    assert id_L.tolist() == best_L.tolist()
