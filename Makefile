@@ -20,10 +20,13 @@ INDEX ?=
 
 RUN := .venv/bin/python run.py
 
-.PHONY: help run chat test quick soak bench models clean
+# Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
+PEERS := llama.cpp transformers openvino
+
+.PHONY: help run chat test quick soak bench bench-peers models clean
 
 help:  ## list what make can do (this list)
-	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'PROMPT="..."       what to ask                          ARGS="..."  more flags for run.py or pytest'
 	@echo 'PYTHON=python3.12  the Python that makes .venv          INDEX=URL   one more package index, for instance'
@@ -49,12 +52,15 @@ soak: .venv/.ready-dev .venv/.native  ## run the tests of generated inputs for l
 bench: .venv/.native  ## measure speed on this machine
 	@$(RUN) bench $(ARGS)
 
+bench-peers: $(PEERS:%=.venv-peers/%/.ready)  ## install what ARGS="--peer llama.cpp" and others measure (long: one is compiled)
+	@ls $^ >/dev/null
+
 models: .venv/.ready  ## fetch the models of tests and benchmarks: the default and a Qwen2.5-Coder pair (1.7 GB)
 	@$(RUN) models --fetch default
 	@$(RUN) models --fetch pair
 
 clean:  ## remove .venv and everything built; downloaded models stay
-	rm -rf .venv build .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers build .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Set-up. $(call need,TEST,WHAT TO SAY) stops make with one line where a shell test fails.
@@ -95,3 +101,14 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 	@echo 'compiling the kernels into build/ (a minute)' >&2
 	@.venv/bin/python -c 'import native; native.load()' || echo 'that failed: torch will compute, much slower' >&2
 	@touch $@
+
+# An engine that cannot be installed keeps no other from it, and leaves its log. gcc 12 miscompiles how llama.cpp sets up
+# AMX (it drops stores to the configuration): it crashes at first use without these flags.
+.venv-peers/llama.cpp/.ready: export CMAKE_ARGS = -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse' -DGGML_NATIVE=ON
+.venv-peers/%/.ready: peers/%.txt
+	@echo 'installing $* into .venv-peers/' >&2
+	@rm -rf .venv-peers/$*; mkdir -p .venv-peers
+	@if "$(PYTHON)" -m venv .venv-peers/$* && .venv-peers/$*/bin/python -m pip --disable-pip-version-check install \
+	    $(if $(INDEX),--extra-index-url "$(INDEX)") -r $< >.venv-peers/$*.log 2>&1; \
+	    then rm .venv-peers/$*.log; touch $@; \
+	    else rm -rf .venv-peers/$*; echo '$* cannot be installed: .venv-peers/$*.log says why' >&2; fi

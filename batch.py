@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dialects import OPENAI, SHORT, TEXT, Dialect, Job, Record, digest
-from engine import Engine
+from engine import Engine, Stats
 from scheduler import LineFull
 from terminal import decode_utf8, held_signals, is_terminal
 
@@ -99,6 +99,8 @@ def main(engine: Engine, args) -> int:
             for note in engine.tokenizer.notes[num_notes:]:
                 print(f"warning: {note}", file=sys.stderr)
             print(tally.summary() + (f" · {len(answered)} answered before" if answered else ""), file=sys.stderr)
+            if args.stats:
+                print(statistics(engine.stats), file=sys.stderr)
     return 1 if tally.failed else 0
 
 
@@ -136,6 +138,11 @@ def run(engine: Engine, args, source: "Source", answered: set[bytes], output: "O
     for request in in_flight:
         engine.abort(request)
     return tally
+
+
+def statistics(stats: Stats) -> str:
+    return (f"{stats.steps} steps · {stats.computed_tokens} tokens computed · pages: {stats.cached_pages} cached, "
+            f"{stats.free_pages} free · {stats.evictions} evictions")
 
 
 def submit(engine: Engine, args, dialect: "Dialect", record: Record, index: int) -> Job:

@@ -1,34 +1,37 @@
-"""Measurements: perplexity, and what the engine does in a second next to what this machine could do at most.
+"""Measurements: perplexity, and what the engine does in a second, next to other engines and the machine's limits.
 
 Owns the rules of measuring and the printing of results. It drives the engine from outside as any caller would, and
-knows of the model only how many bytes and operations a token costs. A workload is a row of WORKLOADS.
+knows of the model only how many bytes and operations a token costs. A workload is a row of WORKLOADS. Other engines
+take turns with this one: what disturbs the machine for a while disturbs both, and pairs of runs are compared.
 Start at `main`; `perplexity` stands alone at the end.
 """
 
 import json
 import math
-import os
-import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+import view
 from engine import Engine
-from model import Linear, Model
+from limits import machine, machine_limits, matrices
+from model import Model
+from peer import ADAPTERS, Peer, Run
 from sampling import SamplingParams
 from scheduler import Request
 from terminal import decode_utf8
 
 REPEATS = 5
-SECONDS_PER_WORKLOAD = 45   # then no further repeat: all workloads together take under ten minutes
-GIB = 2**30
-MATMUL_WIDTH = {"cpu": 1024, "cuda": 8192}
+SECONDS_PER_WORKLOAD = 45   # an engine; then no further repeat: all workloads together take under ten minutes
 LOGIT_ROWS = 64   # rows as wide as the vocabulary that perplexity works on at once
 
 
@@ -42,7 +45,7 @@ class Workload:
     name: str
     prompt_tokens: int
     generated_tokens: int
-    interval: Callable[[Sequence[Request]], tuple[int, float]]   # the tokens that count, and the seconds they took
+    interval: Callable[[Run], tuple[int, float]]   # the tokens that count, and the seconds they took
     requests: int = 1
     shared_tokens: int = 0
     variant: str | None = None
@@ -52,28 +55,30 @@ class Workload:
     def decodes(self) -> bool:
         return self.interval in (decode_interval, answered_interval)
 
-
-def prefill_interval(requests: Sequence[Request]) -> tuple[int, float]:
-    """Prompt tokens, from submission to the first token."""
-    return (sum(len(request.prompt_ids) for request in requests),
-            max(request.first_token_s for request in requests) - min(request.submitted_s for request in requests))
-
-
-def decode_interval(requests: Sequence[Request]) -> tuple[int, float]:
-    """Tokens after the first, which the prompt's last step gives, from it to the end."""
-    return (sum(len(request.output_ids) - 1 for request in requests),
-            max(request.finished_s for request in requests) - min(request.first_token_s for request in requests))
+    @property
+    def for_peers(self) -> bool:
+        """Whether other engines run it: where all requests are alike, no policy decides how fast they are."""
+        return not self.shared_tokens and not self.spread
 
 
-def served_interval(requests: Sequence[Request]) -> tuple[int, float]:
-    """Prompt tokens, computed or found in the cache, from the first submission to the last answer's end."""
-    return (sum(request.num_prompt for request in requests),
-            max(request.finished_s for request in requests) - min(request.submitted_s for request in requests))
+def prefill_interval(run: Run) -> tuple[int, float]:
+    """Prompt tokens, from submission until each request has its first token."""
+    return run.prompt_tokens, run.first_token_s
 
 
-def answered_interval(requests: Sequence[Request]) -> tuple[int, float]:
-    """Tokens of the answers, from the first submission to the last answer's end."""
-    return sum(request.num_output for request in requests), served_interval(requests)[1]
+def decode_interval(run: Run) -> tuple[int, float]:
+    """Tokens drawn after each request has its first one."""
+    return run.decoded_tokens, run.finished_s - run.first_token_s
+
+
+def served_interval(run: Run) -> tuple[int, float]:
+    """Prompt tokens, computed or found in the cache, from submission to the last answer's end."""
+    return run.prompt_tokens, run.finished_s
+
+
+def answered_interval(run: Run) -> tuple[int, float]:
+    """Tokens of the answers, from submission to the last answer's end."""
+    return run.answer_tokens, run.finished_s
 
 
 WORKLOADS = (
@@ -85,10 +90,11 @@ WORKLOADS = (
     Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="uncached"),
     Workload("mixed", 562, 562, answered_interval, 256, spread=462),
 )
-STALL = "stall"   # a workload that is measured by itself
+STALL, STARTUP = "stall", "startup"   # workloads that are measured by themselves
 NOT_BY_DEFAULT = ("mixed",)   # takes longer than all the others
-PLANNED = ("draft", "startup")
-PLANNED_PEERS = ("llama.cpp", "transformers", "openvino")
+PLANNED = ("draft",)
+HEADER = (f"{'name':<10}{'variant':<13}{'engine':<14}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
+          f"{'of limit':>10}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,115 +102,215 @@ PLANNED_PEERS = ("llama.cpp", "transformers", "openvino")
 
 
 def main(args, load_engine: Callable[..., Engine]) -> int:
-    """`bench`: a table on stdout, with `args.json` one JSON document after it. Returns the exit status."""
-    problem = name_problem(args.names, args.peer or ())
+    """`bench`: a table and a picture on stdout, with `args.json` one JSON document after them. Returns the exit
+    status. `load_engine` leaves the model's path in `args.model`."""
+    problem = name_problem(args.names, args.peer)
     if problem:
         print(f"run.py: error: {problem}", file=sys.stderr)
         return 2
-    engine = load_engine(args)
-    limits = machine_limits(engine.model)
+    engine, results = load_engine(args), []
+    limits = machine_limits(engine.model)   # measurements() raises them
+    about = machine(engine.model)
     print(f"memory {limits['memory_gb_per_s']:.1f} GB/s, {limits['memory_gb_per_s_at_model_size']:.1f} at the model's "
-          f"size · matmul {limits['matmul_gflops']:.0f} GFLOP/s · {torch.get_num_threads()} threads")
-    print(f"{'name':<10}{'variant':<10}{'engine':<8}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
-          f"{'of limit':>10}")
-    results = []
-    names = args.names or [*(w.name for w in WORKLOADS if w.name not in NOT_BY_DEFAULT), STALL]
-    for workload in WORKLOADS:
-        if workload.name in names:
-            if workload.spread:
-                workload = replace(workload, requests=max(1, round(args.scale * workload.requests)))
-            results.append(measure(engine, workload, limits))
-            print(table_row(results[-1]), flush=True)
-    if STALL in names:
-        results.append(measure_stall(engine))
-        print(table_row(results[-1]), flush=True)
+          f"size · {about['arithmetic']} {limits['matmul_gflops']:.0f} Gop/s · {about['threads']} threads")
+    print(HEADER)
+    with ExitStack() as stack:
+        svg = stack.enter_context(open(args.svg, "w", encoding="utf-8")) if args.svg else None
+        peers = [stack.enter_context(closing(Peer(name, args.model))) for name in dict.fromkeys(args.peer)]
+        for rows in measurements(args, engine, limits, peers):
+            results += rows
+            print("\n".join(map(table_row, rows)), flush=True)
+        results = [row | limit_fraction(row, limits) for row in results]
+        roofline = view.Roofline(limits["memory_gb_per_s_at_model_size"], limits["matmul_gflops"], points(results))
+        for line in view.draw_roofline(roofline, view.terminal_width(), view.has_colours()):
+            print(line)
+        if svg:
+            svg.write(view.roofline_svg(roofline, f"{engine.name} · {about['cpu']} · {about['threads']} threads"))
     if args.json:
-        print(json.dumps({"machine": machine(engine.model), "limits": limits, "model": engine.name,
-                          "results": results}, ensure_ascii=False, allow_nan=False))
+        print(json.dumps({"machine": about, "limits": limits, "model": engine.name, "results": results},
+                         ensure_ascii=False, allow_nan=False))
     return 1 if any("error" in result and not result["repeats"] for result in results) else 0
 
 
 def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
     """Why these workloads or peers cannot be measured, in one line, or None."""
-    built = [*dict.fromkeys(workload.name for workload in WORKLOADS), STALL]
-    for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, [], PLANNED_PEERS)):
+    built = [*dict.fromkeys(workload.name for workload in WORKLOADS), STALL, STARTUP]
+    for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, list(ADAPTERS), ())):
         for name in given:
             if name in planned:
-                return f"{kind} '{name}' is not built yet: there is {', '.join(known) or 'none'} so far"
+                return f"{kind} '{name}' is not built yet: there is {', '.join(known)} so far"
             if name not in known:
                 return f"unknown {kind} '{name}': there is {', '.join([*known, *planned])}"
     return None
 
 
+def measurements(args, engine: Engine, limits: dict, peers: Sequence[Peer]) -> Iterator[list[dict]]:
+    """The rows of each workload that was asked for, once they are measured. The limits are measured again beside each:
+    what disturbs the machine for a while must not pass for its limit."""
+    names = args.names or [*(w.name for w in WORKLOADS if w.name not in NOT_BY_DEFAULT), STALL, STARTUP]
+    for workload in WORKLOADS:
+        if workload.name in names:
+            if workload.spread:
+                workload = replace(workload, requests=max(1, round(args.scale * workload.requests)))
+            limits |= {name: max(limits[name], limit) for name, limit in machine_limits(engine.model).items()}
+            yield measure(engine, workload, limits, peers if workload.for_peers else ())
+    if STALL in names:
+        yield [measure_stall(engine)]
+    if STARTUP in names:
+        yield measure_startup(args, engine.vocab, [peer.name for peer in peers])
+
+
 def table_row(result: dict) -> str:
-    head = (f"{result['name']:<10}{result.get('variant', ''):<10}{result['engine']:<8}{result['batch']:>6}"
+    head = (f"{result['name']:<10}{result.get('variant', ''):<13}{result['engine']:<14}{result['batch']:>6}"
             f"{result['prompt_tokens']:>8}{result['generated_tokens']:>8}")
     if not result["repeats"]:
         return f"{head}  failed: {result['error']}"
+    if "seconds" in result:
+        rate, stdev, verb = f"{result['seconds']:.2f} s", f"{result['stdev']:.2f}", " takes"
+    else:
+        rate, stdev, verb = f"{result['tokens_per_s']:.1f}", f"{result['stdev']:.1f}", ""
+    ratio = f"  quire{verb} {result['quire_ratio']:.2f} x" if "quire_ratio" in result else ""
     fraction = "-" if result["limit_fraction"] is None else f"{result['limit_fraction']:.0%}"
     failed = f"  {result['failed']} runs failed: {result['error']}" if result["failed"] else ""
     stall = (f"  95 % of steps within {result['p95_ms']:.0f} ms, without the prompt {result['p95_ms_without']:.0f}"
              if "p95_ms" in result else "")
-    return f"{head}{result['tokens_per_s']:>12.1f}{result['stdev']:>9.1f}{fraction:>10}{stall}{failed}"
+    return f"{head}{rate:>12}{stdev:>9}{fraction:>10}{ratio}{stall}{failed}"
+
+
+def points(results: Sequence[dict]) -> list[view.Point]:
+    """What has a place in the roofline picture: rates of work whose bytes and operations are counted."""
+    return [view.Point(" ".join(filter(None, (row["name"], row.get("variant"),
+                                              str(row["batch"]) if row["batch"] > 1 else ""))), row["engine"],
+                       row["flops_per_token"] / row["bytes_per_token"],
+                       row["flops_per_token"] * row["tokens_per_s"] / 1e9)
+            for row in results if row["tokens_per_s"] and row["bytes_per_token"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A workload
 
 
-def measure(engine: Engine, workload: Workload, limits: dict) -> dict:
-    """One row of `results`: the median rate over repeats, after a run that warms up. A run that fails is counted in
-    `failed` and takes no part in the rate; where none succeeds, `tokens_per_s` is None and `error` says why."""
+def measure(engine: Engine, workload: Workload, limits: dict, peers: Sequence[Peer] = ()) -> list[dict]:
+    """A row of `results` for this engine and for each peer, which take turns on the same ids."""
     if workload.variant == "uncached":
         engine = Engine(engine.model, replace(engine.config, prefix_cache=False), engine.tokenizer)
-    rates, errors = [], []
-    deadline_s = time.perf_counter() + SECONDS_PER_WORKLOAD
+    runners = {"quire": partial(run_once, engine)} | {peer.name: partial(run_peer, peer, engine.vocab)
+                                                      for peer in peers}
+    tallies = take_turns(
+        {name: lambda repeat, run=run: rate(run(workload, repeat), workload) for name, run in runners.items()})
+    at_once = replace(workload, requests=min(workload.requests, engine.config.max_requests))
+    num_bytes, flops = token_cost(engine.model, at_once, engine.config.max_step_tokens, engine.cache_dtype)
+    rows = []
+    for name, tally in tallies.items():
+        row = row_of(name, workload.name, workload.variant, workload.requests, workload.prompt_tokens,
+                     workload.generated_tokens) | tally.summary()
+        row |= {"bytes_per_token": round(num_bytes), "flops_per_token": round(flops), "tokens_per_s": tally.median}
+        row |= limit_fraction(row, limits)
+        if name != "quire":
+            row |= tallies["quire"].compared_with(tally)
+        rows.append(row)
+    return rows
+
+
+def row_of(engine: str, name: str, variant: str | None, requests: int, prompt_tokens: int, generated: int) -> dict:
+    """A row of `results` with what is known before anything is measured."""
+    row = {"name": name, "engine": engine, "threads": torch.get_num_threads(), "batch": requests,
+           "prompt_tokens": prompt_tokens, "generated_tokens": generated, "tokens_per_s": None, "stdev": None,
+           "repeats": 0, "failed": 0, "bytes_per_token": None, "flops_per_token": None, "limit_fraction": None}
+    return row | ({"variant": variant} if variant else {})
+
+
+@dataclass
+class Tally:
+    """What one engine gave in each repeat, None where it failed, and why. The first repeat warms up."""
+
+    values: list[float | None] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[float]:
+        """What counts: all but the first, or where there is no other, that one."""
+        return known(self.values[1:]) or known(self.values)
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.kept) if self.kept else None
+
+    def summary(self) -> dict:
+        return {"stdev": statistics.pstdev(self.kept) if self.kept else None, "repeats": len(self.kept),
+                "failed": len(self.errors)} | ({"error": self.errors[0]} if self.errors else {})
+
+    def compared_with(self, other: "Tally") -> dict:
+        """The median of this engine's values, each divided by the other's of the same repeat."""
+        pairs = Tally([a / b if a and b else None for a, b in zip(self.values, other.values)])
+        return {"quire_ratio": pairs.median} if pairs.kept else {}
+
+
+def known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def take_turns(runners: dict[str, Callable[[int], float]]) -> dict[str, Tally]:
+    """Has each runner do each repeat, one after the other, until there are enough or they took too long."""
+    tallies = {name: Tally() for name in runners}
+    deadline_s = time.perf_counter() + SECONDS_PER_WORKLOAD * len(runners)
     for repeat in range(REPEATS + 1):
-        try:
-            tokens, seconds = run_once(engine, workload, repeat)
-            rates.append(tokens / seconds)
-        except ValueError as error:
-            errors.append(str(error))
+        for name, run in runners.items():
+            try:
+                tallies[name].values.append(run(repeat))
+            except ValueError as error:
+                tallies[name].values.append(None)
+                tallies[name].errors.append(str(error))
         if time.perf_counter() > deadline_s:
             break
-    rates = rates[1:] or rates
-    at_once = replace(workload, requests=min(workload.requests, engine.config.max_requests))
-    num_bytes, flops = token_cost(engine.model, at_once, engine.config.max_step_tokens)
-    rate = statistics.median(rates) if rates else None
-    result = {"name": workload.name, "engine": "quire", "threads": torch.get_num_threads(), "batch": workload.requests,
-              "prompt_tokens": workload.prompt_tokens, "generated_tokens": workload.generated_tokens,
-              "tokens_per_s": rate, "stdev": statistics.pstdev(rates) if rates else None, "repeats": len(rates),
-              "failed": len(errors), "bytes_per_token": round(num_bytes), "flops_per_token": round(flops),
-              "limit_fraction": rate * least_seconds(num_bytes, flops, limits) if rate else None}
-    variant = {"variant": workload.variant} if workload.variant else {}
-    return result | variant | ({"error": errors[0]} if errors else {})
+    return tallies
 
 
-def run_once(engine: Engine, workload: Workload, repeat: int) -> tuple[int, float]:
-    """Runs the workload to its end: tokens that count, and seconds. ValueError if a request fails or falls short."""
-    ids = random.Random(f"{workload.name} {repeat}")   # new in each repeat: a cached prefix would not be measured
+def rate(run: Run, workload: Workload) -> float:
+    tokens, seconds = workload.interval(run)
+    if not tokens or seconds <= 0:
+        raise ValueError(f"{workload.generated_tokens} generated tokens leave nothing to time: use more")
+    return tokens / seconds
 
-    def about(num_tokens: int) -> int:
-        return num_tokens + ids.randint(-workload.spread, workload.spread)
 
-    shared = random_ids(ids, engine.vocab, workload.shared_tokens)
-    requests = []
-    for _ in range(workload.requests):
-        own = random_ids(ids, engine.vocab, about(workload.prompt_tokens - workload.shared_tokens))
-        params = SamplingParams(max_tokens=about(workload.generated_tokens), ignore_eos=True)
-        requests.append(engine.submit(shared + own, params))
+def run_once(engine: Engine, workload: Workload, repeat: int) -> Run:
+    """Runs the workload to its end. ValueError if a request fails or falls short."""
+    requests = [engine.submit(ids, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+                for ids, num_tokens in work(workload, engine.vocab, repeat)]
+    num_early = None   # tokens drawn until each request had its first one
     while engine.has_work:
         engine.step()
+        if num_early is None and all(request.num_output for request in requests):
+            num_early = sum(request.num_output for request in requests)
     for request in requests:
         if request.error:
             raise ValueError(request.error)
         if request.num_output != request.params.max_tokens:
             raise ValueError(f"a request ended ({request.finish_reason}) after {request.num_output} of "
                              f"{request.params.max_tokens} tokens: raise --context")
-    tokens, seconds = workload.interval(requests)
-    if not tokens or seconds <= 0:
-        raise ValueError(f"{workload.generated_tokens} generated tokens leave nothing to time: use more")
-    return tokens, seconds
+    start_s, num_output = requests[0].submitted_s, sum(request.num_output for request in requests)
+    return Run(sum(request.num_prompt for request in requests), num_output, num_output - num_early,
+               max(request.first_token_s for request in requests) - start_s,
+               max(request.finished_s for request in requests) - start_s)
+
+
+def run_peer(peer: Peer, vocab: int, workload: Workload, repeat: int) -> Run:
+    """The same for another engine."""
+    return peer.run([ids for ids, _ in work(workload, vocab, repeat)], workload.generated_tokens,
+                    torch.get_num_threads())
+
+
+def work(workload: Workload, vocab: int, repeat: int) -> list[tuple[list[int], int]]:
+    """Each request's prompt and the number of tokens to answer: the same for all engines, new in each repeat, since a
+    cached prefix would not be measured."""
+    ids = random.Random(f"{workload.name} {workload.requests} {repeat}")
+
+    def about(num_tokens: int) -> int:
+        return num_tokens + ids.randint(-workload.spread, workload.spread)
+
+    shared = random_ids(ids, vocab, workload.shared_tokens)
+    return [(shared + random_ids(ids, vocab, about(workload.prompt_tokens - workload.shared_tokens)),
+             about(workload.generated_tokens)) for _ in range(workload.requests)]
 
 
 def random_ids(ids: random.Random, vocab: int, num_tokens: int) -> list[int]:
@@ -214,9 +320,7 @@ def random_ids(ids: random.Random, vocab: int, num_tokens: int) -> list[int]:
 def measure_stall(engine: Engine, num_decoding: int = 16, prompt_tokens: int = 2048) -> dict:
     """How long those that decode wait for their next token while a prompt is read beside them, and without it: a row
     of `results` whose rate is the prompt's."""
-    row = {"name": STALL, "engine": "quire", "threads": torch.get_num_threads(), "batch": num_decoding,
-           "prompt_tokens": prompt_tokens, "generated_tokens": 1, "bytes_per_token": None, "flops_per_token": None,
-           "limit_fraction": None}
+    row = row_of("quire", STALL, None, num_decoding, prompt_tokens, 1)
     ids, decoding, rates, without, beside = random.Random(STALL), [], [], [], []
 
     def submit(num_tokens: int, max_tokens: int | None) -> Request:
@@ -239,16 +343,60 @@ def measure_stall(engine: Engine, num_decoding: int = 16, prompt_tokens: int = 2
                 beside.append(step_ms())
             rates.append(prompt_tokens / (prompt.finished_s - prompt.submitted_s))
     except ValueError as error:
-        return row | {"tokens_per_s": None, "stdev": None, "repeats": 0, "failed": 1, "error": str(error)}
+        return row | {"failed": 1, "error": str(error)}
     finally:
         for request in decoding:
             engine.abort(request)
     p95_ms, p95_ms_without = (sorted(times)[int(0.95 * len(times))] for times in (beside, without))
     return row | {"tokens_per_s": statistics.median(rates), "stdev": statistics.pstdev(rates), "repeats": len(rates),
-                  "failed": 0, "p95_ms": p95_ms, "p95_ms_without": p95_ms_without}
+                  "p95_ms": p95_ms, "p95_ms_without": p95_ms_without}
 
 
-def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[float, float]:
+def measure_startup(args, vocab: int, peers: Sequence[str]) -> list[dict]:
+    """Rows whose `seconds` tell how long a new process takes to the first token of an answer; and to import torch, the
+    part of it that is not this engine's."""
+    generate = [sys.executable, Path(__file__).with_name("run.py"), "generate", "-m", args.model, "-p", "Hello",
+                "-n", "1", "--threads", str(torch.get_num_threads())]
+    for name in ("tokenizer", "dtype", "kernels"):
+        if getattr(args, name) is not None:
+            generate += [f"--{name}", getattr(args, name)]
+    runners = {("quire", "first token"): lambda _: seconds_to_output(generate),
+               ("quire", "import torch"): lambda _: seconds_to_output([sys.executable, "-c", "import torch; print()"])}
+    for name in peers:
+        runners[name, "first token"] = lambda repeat, name=name: peer_startup(name, args.model, vocab)
+    rows = []
+    for (engine, variant), tally in (tallies := take_turns(runners)).items():
+        row = row_of(engine, STARTUP, variant, 1, 1, 1) | tally.summary()
+        if tally.median:
+            row["seconds"] = tally.median
+        if engine != "quire":
+            row |= tallies["quire", "first token"].compared_with(tally)
+        rows.append(row)
+    return rows
+
+
+def seconds_to_output(command: Sequence) -> float:
+    """From the start of a process to the first it writes on stdout."""
+    start_s = time.perf_counter()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - start_s
+        _, complaints = process.communicate()
+    if process.returncode or not first:
+        last_words = complaints.decode(errors="replace").strip().splitlines()[-1:]
+        raise ValueError(": ".join([f"the process ended with status {process.returncode}", *last_words]))
+    return seconds
+
+
+def peer_startup(name: str, model: str, vocab: int) -> float:
+    """From the start of another engine's process to its answer of one token."""
+    start_s = time.perf_counter()
+    with closing(Peer(name, model)) as peer:
+        peer.run([[vocab // 2]], 1, torch.get_num_threads())
+        return time.perf_counter() - start_s
+
+
+def token_cost(model: Model, workload: Workload, step_tokens: int, cache_dtype: torch.dtype) -> tuple[float, float]:
     """Bytes of memory read and floating-point operations for one token of the workload, counted from the model.
 
     A step reads every matrix once for all its tokens, and each request's keys and values up to there. The head works
@@ -262,7 +410,7 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
         step_rows, head_share = min(step_tokens, workload.requests * workload.prompt_tokens), 1 / workload.prompt_tokens
         context = workload.prompt_tokens / 2
     seen = [min(context, spec.window or context) for spec in model.kv_specs()]
-    kv_bytes = sum(n * spec.values_per_token() for n, spec in zip(seen, model.kv_specs())) * model.cache_dtype.itemsize
+    kv_bytes = sum(n * spec.bytes_per_token(cache_dtype) for n, spec in zip(seen, model.kv_specs()))
     if workload.variant == "cached":
         num_found = workload.shared_tokens * (workload.requests - 1)
         computed_share = 1 - num_found / (workload.requests * workload.prompt_tokens)
@@ -276,72 +424,17 @@ def token_cost(model: Model, workload: Workload, step_tokens: int) -> tuple[floa
     return computed_share * num_bytes / step_rows, computed_share * flops
 
 
-def matrices(model: Model) -> list[Linear]:
-    """Every matrix that a step multiplies by; the embedding table counts as the head where the two are tied."""
-    return [linear for layer in model.layers
-            for linear in (layer.attn_qkv, layer.attn_output, layer.ffn_gate_up, layer.ffn_down)] + [model.output]
+def limit_fraction(row: dict, limits: dict) -> dict:
+    """What part of the possible the rate of this row of `results` is, where that is known."""
+    if not row["tokens_per_s"] or not row["bytes_per_token"]:
+        return {}
+    seconds = least_seconds(row["bytes_per_token"], row["flops_per_token"], limits)
+    return {"limit_fraction": row["tokens_per_s"] * seconds}
 
 
 def least_seconds(num_bytes: float, flops: float, limits: dict) -> float:
     """The least time a token can take: memory and arithmetic overlap at best (Williams et al. 2009, the roofline)."""
     return max(num_bytes / limits["memory_gb_per_s_at_model_size"], flops / limits["matmul_gflops"]) / 1e9
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The machine
-
-
-def machine(model: Model) -> dict:
-    """What the numbers were measured on and with."""
-    device = model.device.type
-    return {"cpu": cpu_name(), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
-            "python": platform.python_version(), "torch": torch.__version__, "device": device,
-            "dtype": str(model.dtype).removeprefix("torch.")}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def machine_limits(model: Model) -> dict:
-    """What this machine does at best with the threads and the dtype in use: memory read in GB/s over a gibibyte and
-    over as much as the model's matrices (caches may hold a small model), dense matmul in GFLOP/s."""
-    size_bytes = sum(matrix.weight.nbytes for matrix in matrices(model))
-    return {"memory_gb_per_s": read_rate(GIB, model.device),
-            "memory_gb_per_s_at_model_size": read_rate(size_bytes, model.device),
-            "matmul_gflops": matmul_rate(model.dtype, model.device)}
-
-
-def read_rate(size_bytes: int, device: torch.device) -> float:
-    """GB/s of a dot product over two halves: of torch's reductions the one that waits for memory alone. No cache holds
-    a gibibyte, so more would read no slower."""
-    half = torch.ones(max(1, min(size_bytes, GIB) // 8), device=device)
-    other = torch.ones_like(half)
-    return (half.nbytes + other.nbytes) / best_seconds(lambda: torch.dot(half, other), device) / 1e9
-
-
-def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    width = MATMUL_WIDTH[device.type]
-    square = torch.randn(width, width, device=device).to(dtype)
-    return 2 * width**3 / best_seconds(lambda: square @ square, device) / 1e9
-
-
-def best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """The shortest of several runs: a limit is what nothing disturbed. Synchronised with the device."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    best = math.inf
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        work()
-        synchronize()
-        best = min(best, time.perf_counter() - start_s)
-    return max(best, 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class Engine:
         self.name, self.generation = name, dict(generation or {})
         self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
         self.eos_ids = set(model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
+        self.cache_dtype = self.config.cache_dtype or model.cache_dtype
         self.cache = self._make_cache()
         self.replay = Replay(model, self.cache)
         self.capacity = int(min(model.context, self.cache.capacity))  # tokens of one request
@@ -119,8 +120,7 @@ class Engine:
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
-        dtype = config.cache_dtype or self.model.cache_dtype
-        page_bytes = config.page_size * sum(spec.values_per_token() for spec in specs) * dtype.itemsize
+        page_bytes = config.page_size * sum(spec.bytes_per_token(self.cache_dtype) for spec in specs)
         num_pages = config.num_pages
         if num_pages is None:
             num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_memory_bytes())
@@ -135,9 +135,10 @@ class Engine:
         if num_pages < 1:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
-        return Cache(specs, num_pages, config.page_size, dtype, self.model.device, max_leases=config.max_requests,
-                     max_tokens=self.model.context, max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
-                     domain=f"{self.name} {self.model.dtype} {dtype}", new_kv=self.model.ops.new_kv)
+        return Cache(specs, num_pages, config.page_size, self.cache_dtype, self.model.device,
+                     max_leases=config.max_requests, max_tokens=self.model.context,
+                     max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
+                     domain=f"{self.name} {self.model.dtype} {self.cache_dtype}", new_kv=self.model.ops.new_kv)
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Engine:
             logits_LV = self.model.logits(h_TD[batch.row_L])
             requests = [chunk.request for chunk in drawing]
             drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing],
-                         self.model.ops.argmax)
+                         self.model.ops)
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s

@@ -152,8 +152,8 @@ MODEL_FLAGS = [
 ]
 DTYPE_FLAGS = [
     flag("--dtype", type=one_of("auto", *DTYPE_NBYTES), default="auto", metavar="TYPE", help=", ".join(DTYPE_NBYTES)),
-    flag("--cache-dtype", type=one_of("auto", "float32", "bfloat16", later="int8"), default="auto", metavar="TYPE",
-         help="float32, bfloat16; default: as --dtype"),
+    flag("--cache-dtype", type=one_of("auto", "float32", "bfloat16", "int8"), default="auto", metavar="TYPE",
+         help="float32, bfloat16, int8; default: as --dtype"),
     flag("--kernels", type=one_of("auto", "native", "torch"), metavar="NAME", help="auto, native or torch"),
 ]
 SAMPLING_FLAGS = [

@@ -6,7 +6,7 @@ model.py's dimension key.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,12 +63,15 @@ def rope(x_THA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class KV:
     """One layer's cached keys and values, in pages of `page_size` tokens, and the group of page tables they are found
-    by. How numbers lie in a page is the business of the operations that made it alone; here it is (P, B, G, A)."""
+    by. How numbers lie in a page is the business of the operations that made it alone; here it is (P, B, G, A), and in
+    int8 a number is its cell times the scale (P, B, G) of its head."""
 
     k: Tensor
     v: Tensor
     page_size: int
     group: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def new_kv(num_pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype,
@@ -76,7 +79,10 @@ def new_kv(num_pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, d
     """Memory for a layer's keys and values. What it holds is anything."""
     k_PBGA, v_PBGA = (torch.empty(num_pages, page_size, heads, dim, dtype=dtype, device=device)
                       for dim in (k_dim, v_dim))
-    return KV(k_PBGA, v_PBGA, page_size, group)
+    if dtype != torch.int8:
+        return KV(k_PBGA, v_PBGA, page_size, group)
+    k_scale_PBG, v_scale_PBG = (torch.empty(num_pages, page_size, heads, device=device) for _ in range(2))
+    return KV(k_PBGA, v_PBGA, page_size, group, k_scale_PBG, v_scale_PBG)
 
 
 def rope_store_(kv: KV, qkv_TX: Tensor, angles: tuple[Tensor, Tensor], slot_T: Tensor, head_dim: int) -> Tensor:
@@ -93,11 +99,26 @@ def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
 
     Where a key is not finite, NaN is written as the value: softmax may lose such a key, but no sum loses the value.
     """
-    k_TGA, v_TGA = k_TGA.to(kv.k.dtype), v_TGA.to(kv.v.dtype)
+    is_int8 = kv.k.dtype == torch.int8
+    k_TGA, v_TGA = (x_TGA.to(torch.float32 if is_int8 else kv.k.dtype) for x_TGA in (k_TGA, v_TGA))
     if not _finite(k_TGA):
         v_TGA = v_TGA.masked_fill(~k_TGA.isfinite().all(-1, keepdim=True), math.nan)
+    if is_int8:
+        (k_TGA, k_scale_TG), (v_TGA, v_scale_TG) = _quantized(k_TGA), _quantized(v_TGA)
+        kv.k_scale.flatten(0, 1).index_copy_(0, slot_T, k_scale_TG)
+        kv.v_scale.flatten(0, 1).index_copy_(0, slot_T, v_scale_TG)
     kv.k.flatten(0, 1).index_copy_(0, slot_T, k_TGA)
     kv.v.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
+
+
+def _quantized(x_TGA: Tensor) -> tuple[Tensor, Tensor]:
+    """Cells in int8 and a float32 scale for each head: 127 cells are its greatest magnitude. Where a number is not
+    finite the scale is NaN, and where it would be subnormal 0."""
+    scale_TG = x_TGA.abs().amax(-1) / 127
+    scale_TG = scale_TG.masked_fill(~scale_TG.isfinite(), math.nan)
+    scale_TG = scale_TG.masked_fill(scale_TG < torch.finfo(torch.float32).tiny, 0)
+    cell_TGA = (x_TGA / scale_TG[..., None]).round().nan_to_num(0, 0, 0)
+    return cell_TGA.to(torch.int8), scale_TG
 
 
 def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
@@ -131,8 +152,11 @@ def _cached(kv: KV, page_M: Tensor, past: int, length: int, window: int,
     first_page = max(0, past + 1 - window) // kv.page_size if window else 0
     first = first_page * kv.page_size
     seen_M = page_M[first_page : -(-length // kv.page_size)]
-    k_GLA, v_GLA = (cached[seen_M].flatten(0, 1)[: length - first].transpose(0, 1).to(dtype)
-                    for cached in (kv.k, kv.v))
+    k_PBGA, v_PBGA = kv.k[seen_M], kv.v[seen_M]
+    if kv.k_scale is not None:
+        k_PBGA, v_PBGA = k_PBGA * kv.k_scale[seen_M, ..., None], v_PBGA * kv.v_scale[seen_M, ..., None]
+    k_GLA, v_GLA = (seen_PBGA.flatten(0, 1)[: length - first].transpose(0, 1).to(dtype)
+                    for seen_PBGA in (k_PBGA, v_PBGA))
     return k_GLA, v_GLA, first
 
 
@@ -168,6 +192,158 @@ def _in_sight(past: int, length: int, window: int, device: torch.device) -> Tens
     if window:
         mask_TL &= place_L > place_T1 - window
     return mask_TL
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The draw. In float64, and in operations that IEEE 754 fixes to the bit or in whole numbers: neither the order of sums
+# nor a library's logarithm has a say, so compiled kernels and other machines draw the same tokens.
+
+
+@dataclass(frozen=True, eq=False)
+class DrawRules:
+    """How a token is drawn from a row of logits. The defaults do nothing. Tensors may change between draws."""
+
+    vocab: int  # ids from here on are never drawn: a head may be wider than the tokenizer
+    temperature: float = 0.0  # 0: the greatest logit, the lowest id on ties
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seen_V: Tensor | None = None  # bool: whom the repetition penalty is for
+    count_V: Tensor | None = None  # float64: occurrences that the other two count
+    bias_ids: Tensor | None = None  # int64
+    biases: Tensor | None = None  # float64, added to the logits of these ids; -inf bans one
+
+    @property
+    def leave_logits_alone(self) -> bool:
+        return self.seen_V is None and self.count_V is None and self.bias_ids is None
+
+
+def draw(x_LV: Tensor, rules: Sequence[DrawRules], keys: Sequence[int]) -> Tensor:
+    """A token for each row of logits, by its rules and the noise of its key (64 bits): id_L int64; -1 for a row with a
+    number that is not finite, or of which nothing finite is left to draw from."""
+    drawn = [_draw_row(*row) for row in zip(x_LV, argmax(x_LV).tolist(), rules, keys, strict=True)]
+    return torch.tensor(drawn, dtype=torch.int64)
+
+
+def _draw_row(x_V: Tensor, best: int, rules: DrawRules, key: int) -> int:
+    """Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax. `best`: the row's argmax."""
+    is_plain_argmax = rules.temperature == 0 and rules.leave_logits_alone and best < rules.vocab
+    if best < 0 or is_plain_argmax:
+        return best
+    x_V = adjusted(x_V, rules)
+    top = x_V.max()
+    if not top.isfinite():
+        return -1
+    if rules.temperature == 0:
+        return int(x_V.argmax())
+    # The largest becomes 0 before the division: a tiny temperature then sends the others to -inf, never to +inf.
+    scaled_V = (x_V - top) / rules.temperature
+    id_C = candidates(scaled_V, rules)
+    return int(id_C[(scaled_V[id_C] + gumbel(key, id_C)).argmax()])
+
+
+def adjusted(x_V: Tensor, rules: DrawRules) -> Tensor:
+    """Logits after penalties and biases, float64 (vocab,)."""
+    x_V = x_V[: rules.vocab].double()
+    if rules.seen_V is not None:
+        penalty = rules.repetition_penalty
+        x_V = torch.where(rules.seen_V, torch.where(x_V > 0, x_V / penalty, x_V * penalty), x_V)
+    if rules.count_V is not None:
+        x_V = x_V - rules.frequency_penalty * rules.count_V - rules.presence_penalty * (rules.count_V > 0).double()
+    if rules.bias_ids is not None:
+        x_V = x_V.index_add(0, rules.bias_ids, rules.biases)
+    return x_V
+
+
+def candidates(scaled_V: Tensor, rules: DrawRules) -> Tensor:
+    """Ids (C,), ascending, that min-p, then top-k, then top-p (of what is left, renormalised) leave to draw from.
+
+    In the order (logit descending, id ascending) each of the three keeps a prefix, so the set is well defined on ties.
+    `scaled_V` are logits after temperature, the greatest of them 0.
+    """
+    num_kept = vocab = len(scaled_V)
+    if rules.min_p > 0:
+        num_kept = int((scaled_V >= math.log(rules.min_p)).sum())
+    if rules.top_k > 0:
+        num_kept = min(num_kept, rules.top_k)
+    if rules.top_p == 1:
+        return largest(scaled_V, num_kept)[0].sort().values if num_kept < vocab else torch.arange(vocab)
+    total = int(shares(largest(scaled_V, num_kept)[1] if num_kept < vocab else scaled_V).sum())
+    needed = max(1, min(total, int(rules.top_p * total)))
+    num_best = min(num_kept, 256)
+    while True:  # the nucleus is usually small: sort a few, more only where they do not suffice
+        id_C, best_C = largest(scaled_V, num_best)
+        mass_C = shares(best_C).cumsum(0)
+        if mass_C[-1] >= needed:
+            return id_C[: int((mass_C < needed).sum()) + 1].sort().values
+        num_best = min(num_kept, num_best * 8)
+
+
+def largest(x_V: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` largest of `x_V`, largest first, the lower id first on ties: (ids, values)."""
+    smallest = x_V.topk(num, sorted=False).values.min()
+    id_C = (x_V >= smallest).nonzero().flatten()  # topk alone would choose freely among equals at the border
+    value_C, order_C = x_V[id_C].sort(descending=True, stable=True)
+    return id_C[order_C[:num]], value_C[:num]
+
+
+# splitmix64's finalizer (Steele, Lea and Flood 2014) over a key and a counter.
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def gumbel(key: int, id_C: Tensor) -> Tensor:
+    """Gumbel(0, 1) noise (C,) float64 for the token ids `id_C` (C,) int64: each value depends on its own id and the
+    key, and on nothing else."""
+    # int64 products wrap as in C; the shifts are made logical by masking off the copied sign.
+    z_C = (id_C * _signed(GOLDEN)).add_(_signed(key))
+    z_C.bitwise_xor_((z_C >> 30).bitwise_and_(2**34 - 1)).mul_(_signed(MIX_A))
+    z_C.bitwise_xor_((z_C >> 27).bitwise_and_(2**37 - 1)).mul_(_signed(MIX_B))
+    z_C.bitwise_xor_((z_C >> 31).bitwise_and_(2**33 - 1))
+    uniform_C = (((z_C >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52  # in (0, 1), both ends excluded
+    return -log(-log(uniform_C))
+
+
+def _signed(z: int) -> int:
+    return z - 2**64 if z >= 2**63 else z
+
+
+# ln 2 as a sum whose first part is short: its product with a small whole number is exact.
+LN2_HIGH, LN2_LOW = float.fromhex("0x1.62E42FEFA3800p-1"), float.fromhex("0x1.EF35793C76730p-45")
+SHARE_BITS = 40
+ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # of sqrt(1/2) as a float64
+
+
+def log(x_C: Tensor) -> Tensor:
+    """ln x of positive normal numbers, float64, within two units in the last place: x = 2^n (1 + f) where
+    1/2 <= (1 + f)^2 < 2, and ln(1 + f) = 2 artanh(f / (2 + f)), of which ten terms."""
+    bits_C = x_C.view(torch.int64)
+    n_C = (bits_C - ROOT_HALF_BITS) >> 52
+    f_C = (bits_C - (n_C << 52)).view(torch.float64) - 1
+    s_C = f_C / (f_C + 2)
+    square_C, n_C = s_C * s_C, n_C.double()
+    series_C = torch.zeros_like(s_C)
+    for k in reversed(range(10)):
+        series_C.mul_(square_C).add_(2 / (2 * k + 1))
+    return n_C * LN2_HIGH + (n_C * LN2_LOW + s_C * series_C)
+
+
+def shares(x_C: Tensor) -> Tensor:
+    """e^x for x <= 0 in units of 2^-40, rounded: int64, whose sums are the same in any order. e^x = 2^n e^r, where
+    |r| <= ln(2) / 2 and e^r is a series of twelve terms."""
+    x_C = x_C.clamp(min=-40)  # e^-40 rounds to 0
+    n_C = (x_C * (1 / math.log(2))).round()
+    r_C = x_C - n_C * LN2_HIGH - n_C * LN2_LOW
+    terms = [1 / math.factorial(k) for k in range(12)]
+    for _ in range(2):  # pairs, then pairs of pairs (Estrin 1960): far fewer operations that wait for each other
+        terms = [(r_C * odd).add_(even) for even, odd in zip(terms[::2], terms[1::2])]
+        r_C = r_C * r_C
+    series_C = terms[0] + (terms[1] + terms[2] * r_C) * r_C
+    power_C = (n_C.long() + (1023 + SHARE_BITS) << 52).view(torch.float64)
+    return (series_C * power_C).round().long()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

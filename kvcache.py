@@ -31,8 +31,10 @@ class KVSpec:
     v_dim: int
     window: int = 0
 
-    def values_per_token(self) -> int:
-        return self.heads * (self.k_dim + self.v_dim)
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """In memory of `dtype`; int8 comes with a float32 scale for each key and each value."""
+        num_scales = 2 * (dtype == torch.int8)
+        return self.heads * ((self.k_dim + self.v_dim) * dtype.itemsize + 4 * num_scales)
 
 
 class Pool:

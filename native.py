@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -103,8 +104,9 @@ class Native:
         self.module = module
         self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
         self.linear, self.linear_add_ = module.linear, module.linear_add_
-        self.argmax, self.set_threads, self.set_isa = module.argmax, module.set_threads, module.set_isa
-        self.Recording = module.Recording
+        self.argmax, self.draw = module.argmax, module.draw
+        self.set_threads, self.set_isa = module.set_threads, module.set_isa
+        self.new_recorder = lambda: partial(module.Recording, module.Buffers())
 
     def pack(self, tensors: Sequence[tuple[str, tuple[int, int], Tensor]]):
         """Matrices (O, I) that read the same input, as (format, shape, bytes of the file): one Packed."""
@@ -117,8 +119,8 @@ class Native:
 
     def new_kv(self, num_pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype,
                device: str | torch.device, group: int) -> KV:
-        values = [self.module.kv_head_values(dim, page_size) for dim in (k_dim, v_dim)]
-        return KV(*(torch.empty(num_pages, heads, width, dtype=dtype) for width in values), page_size, group)
+        nbytes = [self.module.kv_head_bytes(dim, page_size, dtype) for dim in (k_dim, v_dim)]
+        return KV(*(torch.empty(num_pages, heads, n // dtype.itemsize, dtype=dtype) for n in nbytes), page_size, group)
 
     def rope_angles(self, position_T: Tensor, inv_freq: Tensor, scale: float,
                     dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ class Replay:
 
     def __init__(self, model: Model, cache: Cache):
         self.model, self.cache = model, cache
-        self.new_recording = getattr(model.ops, "Recording", None)
+        self.new_recording = model.ops.new_recorder() if hasattr(model.ops, "new_recorder") else None
         self.recorded: dict[int, tuple] = {}  # number of requests -> recording, its batch, its result
 
     @torch.inference_mode()

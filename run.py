@@ -300,7 +300,11 @@ def run_batch(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     import bench
 
-    return bench.main(args, load_engine)
+    def load(args: argparse.Namespace) -> Engine:
+        args.model = str(find_model(args))  # the same file for this engine and its peers
+        return load_engine(args)
+
+    return bench.main(args, load)
 
 
 def run_perplexity(args: argparse.Namespace) -> int:
@@ -402,14 +406,18 @@ def admission_classes(given: Sequence[tuple[str, dict]]) -> tuple[AdmissionClass
     return tuple(classes.values())
 
 
-def open_checkpoint(args: argparse.Namespace) -> Checkpoint:
-    import checkpoint
+def find_model(args: argparse.Namespace) -> Path:
     import hub
 
     name = os.environ.get("QUIRE_MODEL") or None if args.model is None else args.model
     with Download() as progress:
-        path = hub.resolve(name, models_folder(), progress)
-    opened = checkpoint.open_checkpoint(path)
+        return hub.resolve(name, models_folder(), progress)
+
+
+def open_checkpoint(args: argparse.Namespace) -> Checkpoint:
+    import checkpoint
+
+    opened = checkpoint.open_checkpoint(find_model(args))
     warn(opened.notes)
     return opened
 
@@ -544,10 +552,14 @@ def describe(checkpoint: Checkpoint, tokenizer: Tokenizer | None, args: argparse
         "rope_scaling": config.rope.kind, "tokenizer": tokenizer.kind if tokenizer else None,
         "chat_template": tokenizer is not None and tokenizer.chat_template is not None, "eos_ids": sorted(eos_ids),
         "dtype": dtype, "cache_dtype": cache_dtype,
-        "cache_bytes_per_token":
-            2 * len(config.layers) * config.kv_heads * config.head_dim * DTYPE_NBYTES[cache_dtype],
+        "cache_bytes_per_token": 2 * len(config.layers) * config.kv_heads * cached_nbytes(config.head_dim, cache_dtype),
         "same_tokens": "bit for bit" if is_native else SAME_TOKENS.get(dtype, "not promised"),
     }
+
+
+def cached_nbytes(width: int, cache_dtype: str) -> int:
+    """Of a head's key or value; int8 comes with a float32 scale."""
+    return width + 4 if cache_dtype == "int8" else width * DTYPE_NBYTES[cache_dtype]
 
 
 def layer_kind(layer: LayerConfig) -> str:
@@ -611,12 +623,15 @@ COMMANDS = {
         switch("--ordered", "answers in the order of the prompts"),
         switch("--raw", "continue the texts, without chat template"),
         switch("--resume", "do what OUT lacks, or holds as failed"),
+        switch("--stats", "what the engine and its cache did, on stderr"),
         switch("--overwrite", "replace an existing OUT"),
     ], ("model", "sampling", "engine", "requests")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
         flag("names", nargs="*", metavar="NAME",
-             help="prefill, decode, depth, batch, prefix, stall, mixed; default: all but mixed"),
-        flag("--peer", action="append", default=[], metavar="NAME", help="measure another engine too (repeatable)"),
+             help="prefill, decode, depth, batch, prefix, stall, startup, mixed; default: all but mixed"),
+        flag("--peer", action="append", default=[], metavar="NAME",
+             help="also llama.cpp, transformers or openvino, at prefill, decode, depth, batch, startup (repeatable)"),
+        flag("--svg", metavar="FILE", help="save the roofline picture"),
         flag("--scale", type=SCALE, default=1.0, metavar="X", help="of mixed's 256 requests, this part (1)"),
         switch("--json", "one JSON document as the last line"),
     ], ("model", "engine"), NO_REQUEST_FLAGS),

@@ -1,19 +1,21 @@
-"""From logits to a token: sampling parameters, logit transforms, and the draw.
+"""From logits to a token: sampling parameters, what penalties remember, the keys of randomness, log-probabilities.
 
-Owns what `temperature`, `top_p` and their kin mean, and the random numbers. Knows nothing of requests, pages or text.
+Owns which fields there are and what each request's are. The draw itself, kernels.draw, is an operation like others.
+Knows nothing of requests, pages or text.
 Randomness is keyed by (seed, position, purpose), never taken from a stream: whatever else runs, however a prompt is cut
 into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `draw`.
 """
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import kernels
+from kernels import GOLDEN, MIX_A, MIX_B
 
 ALIASES = {"max_new_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
            "repeat_penalty": "repetition_penalty"}
@@ -155,43 +157,23 @@ PARSERS = {"max_tokens": _integer, "temperature": _number, "top_k": _integer, "t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Noise: a counter-based generator. splitmix64's finalizer (Steele, Lea and Flood 2014) over a key and a counter.
+# The draw
 
-PURPOSES = {"draw": 0}  # what the noise is for; drafts, coins and residuals will have numbers of their own
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+PURPOSES = {"draw": 0}  # what noise is for; drafts, coins and residuals will have numbers of their own
 MASK_64 = 2**64 - 1
 
 
 def _mix(z: int) -> int:
+    """splitmix64's finalizer, as in kernels.gumbel."""
     z = ((z ^ (z >> 30)) * MIX_A) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_B) & MASK_64
     return z ^ (z >> 31)
 
 
-def _signed(z: int) -> int:
-    return z - 2**64 if z >= 2**63 else z
-
-
-def _mix_tensor(z: Tensor) -> Tensor:
-    """`_mix` on int64: products wrap as in C; the shifts are made logical by masking off the copied sign."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * _signed(MIX_A)
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * _signed(MIX_B)
-    return z ^ ((z >> 31) & (2**33 - 1))
-
-
-def gumbel(seed: int, position: int, purpose: str, id_C: Tensor) -> Tensor:
-    """Gumbel(0, 1) noise (C,) float64 for the token ids `id_C` (C,) int64: each value depends on its own id, the seed,
-    the position in the sequence and the purpose, and on nothing else."""
+def noise_key(seed: int, position: int, purpose: str) -> int:
+    """The key of a row's noise: 64 bits that depend on these three and on nothing else."""
     key = _mix((seed + GOLDEN * (1 + PURPOSES[purpose])) & MASK_64)
-    key = _mix((key + GOLDEN * (1 + position)) & MASK_64)
-    bits_C = _mix_tensor(id_C * _signed(GOLDEN) + _signed(key))
-    uniform_C = (((bits_C >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52  # in (0, 1), both ends excluded
-    return -torch.log(-torch.log(uniform_C))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The draw
+    return _mix((key + GOLDEN * (1 + position)) & MASK_64)
 
 
 @dataclass(frozen=True)
@@ -210,10 +192,7 @@ class Sampler:
     wider, and the surplus is never drawn. `params.seed` must be set."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], end_ids: Sequence[int], vocab: int):
-        self.params, self.vocab, self.num_drawn = params, vocab, 0
-        self.end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
-        self.bias_ids = torch.tensor([id for id, _ in params.logit_bias], dtype=torch.int64)
-        self.biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float64)
+        self.params, self.num_drawn = params, 0
         # Dense over the vocabulary, so that a step costs the same however long the answer has become.
         self.seen_V = self.count_V = None
         if params.repetition_penalty != 1:
@@ -222,6 +201,23 @@ class Sampler:
             self.seen_V[torch.tensor(in_vocab, dtype=torch.int64)] = True
         if params.presence_penalty or params.frequency_penalty:
             self.count_V = torch.zeros(vocab, dtype=torch.float64)
+        self.late_rules = self._rules(params.logit_bias, vocab)
+        self.early_rules = self.late_rules
+        if params.min_tokens:
+            self.early_rules = self._rules((*params.logit_bias, *((id, -math.inf) for id in sorted(end_ids))), vocab)
+
+    def _rules(self, bias: Sequence[tuple[int, float]], vocab: int) -> kernels.DrawRules:
+        p = self.params
+        return kernels.DrawRules(
+            vocab, p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+            p.frequency_penalty, self.seen_V, self.count_V,
+            torch.tensor([id for id, _ in bias]) if bias else None,
+            torch.tensor([value for _, value in bias], dtype=torch.float64) if bias else None)
+
+    @property
+    def rules(self) -> kernels.DrawRules:
+        """Of the next token."""
+        return self.early_rules if self.num_drawn < self.params.min_tokens else self.late_rules
 
     def observe(self, id: int) -> None:
         """Take note of a token that has become part of the answer."""
@@ -231,99 +227,23 @@ class Sampler:
         if self.count_V is not None:
             self.count_V[id] += 1
 
-    @property
-    def is_plain_argmax(self) -> bool:
-        """True where the token is the argmax of the logits as they are."""
-        p = self.params
-        return (p.temperature == 0 and self.seen_V is None and self.count_V is None and not p.logit_bias
-                and self.num_drawn >= p.min_tokens)
 
-    def adjusted(self, logits_V: Tensor) -> Tensor:
-        """Logits after penalties, bias and the ban on early ends, float64 (vocab,)."""
-        p = self.params
-        x_V = logits_V[: self.vocab].double()
-        if self.seen_V is not None:
-            penalized_V = torch.where(x_V > 0, x_V / p.repetition_penalty, x_V * p.repetition_penalty)
-            x_V = torch.where(self.seen_V, penalized_V, x_V)
-        if self.count_V is not None:
-            x_V = x_V - p.frequency_penalty * self.count_V - p.presence_penalty * (self.count_V > 0)
-        x_V = x_V.index_add(0, self.bias_ids, self.biases)
-        if self.num_drawn < p.min_tokens:
-            x_V[self.end_ids] = -math.inf
-        return x_V
-
-
-def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int],
-         argmax: Callable[[Tensor], Tensor] = kernels.argmax) -> list[Drawn | None]:
-    """One token for each row of `logits_LV`; row l's token will stand at `positions[l]` of its sequence. `argmax` is
-    that of the operations in use.
+def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], ops=kernels) -> list[Drawn | None]:
+    """One token for each row of `logits_LV`; row l's token will stand at `positions[l]` of its sequence. `ops` are the
+    operations in use: kernels, or a native.Native.
 
     None for a row whose logits are not finite, or of which nothing is left to draw from. Rows do not see each other.
     """
-    best_L = argmax(logits_LV).tolist()
-    return [None if best < 0 else _draw_row(logits_LV[l], best, sampler, position)
-            for l, (best, sampler, position) in enumerate(zip(best_L, samplers, positions))]
+    keys = [noise_key(sampler.params.seed, position, "draw") for sampler, position in zip(samplers, positions)]
+    ids = ops.draw(logits_LV, [sampler.rules for sampler in samplers], keys).tolist()
+    return [None if id < 0 else _with_logprobs(id, logits_LV, l, samplers[l].params) for l, id in enumerate(ids)]
 
 
-def _draw_row(logits_V: Tensor, best: int, sampler: Sampler, position: int) -> Drawn | None:
-    """`best`: the row's argmax, over the whole head."""
-    if sampler.is_plain_argmax and best < sampler.vocab:
-        return _with_logprobs(best, logits_V, sampler.params)
-    x_V = sampler.adjusted(logits_V)
-    if x_V.max() == -math.inf:
-        return None
-    return _with_logprobs(_pick(x_V, sampler.params, position), logits_V, sampler.params)
-
-
-def _pick(x_V: Tensor, params: SamplingParams, position: int) -> int:
-    """Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax."""
-    if params.temperature == 0:
-        return int(x_V.argmax())
-    # The largest becomes 0 before the division: a tiny temperature then sends the others to -inf, never to +inf.
-    scaled_V = (x_V - x_V.max()) / params.temperature
-    id_C, scaled_C = candidates(scaled_V, params)
-    return int(id_C[(scaled_C + gumbel(params.seed, position, "draw", id_C)).argmax()])
-
-
-def candidates(scaled_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Ids (C,) and logits (C,) that min-p, then top-k, then top-p (of what is left, renormalised) leave to draw from.
-
-    In the order (logit descending, id ascending) each of the three keeps a prefix, so the set is well defined on ties.
-    `scaled_V` are logits after temperature.
-    """
-    num_kept = vocab = len(scaled_V)
-    if params.min_p > 0:
-        num_kept = int((scaled_V >= scaled_V.max() + math.log(params.min_p)).sum())
-    if params.top_k > 0:
-        num_kept = min(num_kept, params.top_k)
-    if params.top_p == 1:
-        return _best(scaled_V, num_kept) if num_kept < vocab else (torch.arange(vocab), scaled_V)
-    kept_C = _best(scaled_V, num_kept)[1] if num_kept < vocab else scaled_V
-    log_total = torch.logsumexp(kept_C, 0)
-    num_best = min(num_kept, 256)
-    while True:  # the nucleus is usually small: sort a few, more only where they do not suffice
-        id_C, best_C = _best(scaled_V, num_best)
-        mass_C = (best_C - log_total).exp().cumsum(0)
-        if num_best == num_kept or mass_C[-1] >= params.top_p:
-            break
-        num_best = min(num_kept, num_best * 8)
-    num_nucleus = min(int((mass_C < params.top_p).sum()) + 1, num_best)
-    return id_C[:num_nucleus], best_C[:num_nucleus]
-
-
-def _best(x_V: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` largest of `x_V`, largest first, the lower id first on ties: (ids, values)."""
-    smallest = x_V.topk(num, sorted=False).values.min()
-    id_C = (x_V >= smallest).nonzero().flatten()  # topk alone would choose freely among equals at the border
-    value_C, order_C = x_V[id_C].sort(descending=True, stable=True)
-    return id_C[order_C[:num]], value_C[:num]
-
-
-def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
+def _with_logprobs(id: int, logits_LV: Tensor, l: int, params: SamplingParams) -> Drawn:
     if params.logprobs is None:
         return Drawn(id)
-    logprob_V = torch.log_softmax(logits_V.double(), -1)
+    logprob_V = torch.log_softmax(logits_LV[l].double(), -1)
     if params.logprobs == 0:
         return Drawn(id, float(logprob_V[id]))
-    top_ids, top = _best(logprob_V, min(params.logprobs, len(logprob_V)))
+    top_ids, top = kernels.largest(logprob_V, min(params.logprobs, len(logprob_V)))
     return Drawn(id, float(logprob_V[id]), tuple(zip(top_ids.tolist(), top.tolist())))

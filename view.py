@@ -1,11 +1,13 @@
-"""Pictures in the terminal: what each step of a run did (`run.py trace`).
+"""Pictures in the terminal: what each step of a run did (`run.py trace`), and the roofline of `run.py bench`.
 
 Owns how numbers become characters: marks, bars, colours, and what fits the width. Knows nothing of engines: it reads
-the lines that `--trace` writes. No torch. Start at `trace_main`; what any picture is made of stands at the end.
+the lines that `--trace` writes, and is given points. No torch. Start at `trace_main` or `draw_roofline`; what any
+picture is made of stands at the end.
 """
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import math
 import os
@@ -259,6 +261,166 @@ def marked(cell: Cell | None, most_tokens: int) -> Piece:
         return " ", ""
     mark = MARKS[cell.kind]
     return mark.glyphs[max(1, level(cell.num_tokens, most_tokens, len(mark.glyphs))) - 1], mark.style
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The roofline: operations per byte against rate, both on log scales, under the two ceilings
+
+
+class Point(NamedTuple):
+    """What an engine reached at a workload."""
+
+    workload: str
+    engine: str
+    intensity: float  # operations a byte
+    rate: float  # 10^9 operations a second
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Points, and the most that memory and arithmetic allow."""
+
+    memory_gb_per_s: float
+    matmul_gops: float
+    points: Sequence[Point]
+
+    @property
+    def engines(self) -> list[str]:
+        return list(dict.fromkeys(point.engine for point in self.points))
+
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(point.workload for point in self.points))
+
+    def ceiling(self, intensity: float) -> float:
+        return min(self.memory_gb_per_s * intensity, self.matmul_gops)
+
+    def spans(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The logarithms to the base 10 that the axes span: every point, the ridge between the ceilings, some room."""
+        ridge = Point("", "", self.matmul_gops / self.memory_gb_per_s, self.matmul_gops)
+        x, y = zip(*((math.log10(point.intensity), math.log10(point.rate)) for point in [*self.points, ridge]))
+        return (min(x) - 0.3, max(x) + 0.5), (min(y) - 0.2, max(y) + 0.2)
+
+
+ROOFLINE_ROWS = 16
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ENGINE_STYLES = [("1;32", "#1a7f37"), ("33", "#b35900"), ("36", "#0969da"), ("35", "#8250df")]  # terminal, SVG
+
+
+def draw_roofline(roofline: Roofline, width: int, colours: bool) -> Iterator[str]:
+    """Lines of at most `width` characters. A workload has a letter; the first engine's are capitals."""
+    if not roofline.points:
+        return
+    labels_width = 8
+    grid = roofline_grid(roofline, width - labels_width - 1)
+    (low_x, high_x), (low_y, high_y) = roofline.spans()
+    title = "Gop/s, by operations per byte of memory; above: what memory and arithmetic allow"
+    yield paint([(title[:width], "2")], colours)
+    labels = ticks(low_y, high_y, ROOFLINE_ROWS)
+    for row in reversed(range(ROOFLINE_ROWS)):
+        yield paint([(f"{labels.get(row, ''):>{labels_width - 1}} │", "2"), *grid[row]], colours)
+    line = [" "] * len(grid[0])
+    for place, label in ticks(low_x, high_x, len(line)).items():
+        if place + len(label) <= len(line):
+            line[place : place + len(label)] = label
+    yield paint([(" " * labels_width + "└" + "─" * len(line), "2")], colours)
+    yield paint([(" " * (labels_width + 1) + "".join(line), "2")], colours)
+    yield from flow((legend_entry(roofline, workload) for workload in roofline.workloads), "   ", width, colours)
+
+
+def roofline_grid(roofline: Roofline, num_columns: int) -> list[list[Piece]]:
+    """Rows from the lowest, of a piece a column: ceilings, and points over them, the first engine's uppermost."""
+    (low_x, high_x), (low_y, high_y) = roofline.spans()
+    grid = [[(" ", "")] * num_columns for _ in range(ROOFLINE_ROWS)]
+
+    def row_of(rate: float) -> int:
+        return place_of(math.log10(rate), low_y, high_y, ROOFLINE_ROWS)
+
+    for column in range(num_columns):
+        intensity = 10 ** (low_x + (column + 0.5) / num_columns * (high_x - low_x))
+        if roofline.ceiling(intensity) >= 10**low_y:
+            flat = roofline.ceiling(intensity) == roofline.matmul_gops
+            grid[row_of(roofline.ceiling(intensity))][column] = ("─" if flat else "╱", "2")
+    for point in reversed(roofline.points):
+        column = place_of(math.log10(point.intensity), low_x, high_x, num_columns)
+        grid[row_of(point.rate)][column] = (letter(roofline, point), ENGINE_STYLES[engine_index(roofline, point)][0])
+    return grid
+
+
+def place_of(value: float, low: float, high: float, num_places: int) -> int:
+    return min(num_places - 1, int((value - low) / (high - low) * num_places))
+
+
+def ticks(low: float, high: float, num_places: int) -> dict[int, str]:
+    """Powers of ten between two logarithms, by their places."""
+    return {place_of(power, low, high, num_places): f"{10.0**power:,.{max(0, -power)}f}"
+            for power in range(math.ceil(low), math.floor(high) + 1)}
+
+
+def engine_index(roofline: Roofline, point: Point) -> int:
+    return roofline.engines.index(point.engine) % len(ENGINE_STYLES)
+
+
+def letter(roofline: Roofline, point: Point) -> str:
+    found = LETTERS[roofline.workloads.index(point.workload) % len(LETTERS)]
+    return found if point.engine == roofline.engines[0] else found.lower()
+
+
+def legend_entry(roofline: Roofline, workload: str) -> list[Piece]:
+    """A workload's letter, its name, and what each engine reached of what is allowed."""
+    entry: list[Piece] = []
+    for point in (point for point in roofline.points if point.workload == workload):
+        style = ENGINE_STYLES[engine_index(roofline, point)][0]
+        name = f"{letter(roofline, point)} {workload}" if not entry else f", {letter(roofline, point)} {point.engine}"
+        entry += [(name, style), (f" {point.rate / roofline.ceiling(point.intensity):.0%}", "")]
+    return entry
+
+
+SVG_WIDTH, SVG_HEIGHT, SVG_MARGIN, SVG_LEGEND = 860, 460, 60, 130
+
+
+def roofline_svg(roofline: Roofline, title: str) -> str:
+    """The same as a picture of its own."""
+    (low_x, high_x), (low_y, high_y) = roofline.spans()
+    left, right, top, bottom = SVG_MARGIN, SVG_WIDTH - SVG_LEGEND, SVG_MARGIN, SVG_HEIGHT - SVG_MARGIN
+
+    def x_of(log: float) -> float:
+        return left + (log - low_x) / (high_x - low_x) * (right - left)
+
+    def y_of(log: float) -> float:
+        return bottom - (log - low_y) / (high_y - low_y) * (bottom - top)
+
+    def text(x: float, y: float, words: str, more: str = "") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{html.escape(words)}</text>'
+
+    body = [f'<rect width="{SVG_WIDTH}" height="{SVG_HEIGHT}" fill="white"/>', text(left, 24, title),
+            text(left, top - 10, "Gop/s"), text(right, bottom + 36, "operations per byte", 'text-anchor="end"')]
+    for power in range(math.ceil(low_x), math.floor(high_x) + 1):
+        x = x_of(power)
+        body += [f'<path d="M{x:.1f} {top}V{bottom}" stroke="#ddd"/>',
+                 text(x, bottom + 18, f"{10.0**power:g}", 'text-anchor="middle"')]
+    for power in range(math.ceil(low_y), math.floor(high_y) + 1):
+        y = y_of(power)
+        body += [f'<path d="M{left} {y:.1f}H{right}" stroke="#ddd"/>',
+                 text(left - 8, y + 4, f"{10.0**power:g}", 'text-anchor="end"')]
+    ridge_x, ridge_y = math.log10(roofline.matmul_gops / roofline.memory_gb_per_s), math.log10(roofline.matmul_gops)
+    start_x = max(low_x, low_y - math.log10(roofline.memory_gb_per_s))
+    start_y = start_x + math.log10(roofline.memory_gb_per_s)
+    body += [f'<path d="M{x_of(start_x):.1f} {y_of(start_y):.1f}L{x_of(ridge_x):.1f} {y_of(ridge_y):.1f}H{right}" '
+             'fill="none" stroke="black" stroke-width="1.5"/>',
+             text(right, y_of(ridge_y) - 8, f"{roofline.memory_gb_per_s:.0f} GB/s, {roofline.matmul_gops:,.0f} Gop/s",
+                  'text-anchor="end"')]
+    for point in reversed(roofline.points):
+        x, y = x_of(math.log10(point.intensity)), y_of(math.log10(point.rate))
+        colour = ENGINE_STYLES[engine_index(roofline, point)][1]
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>',
+                 text(x + 7, y + 4, letter(roofline, point), f'fill="{colour}"')]
+    legend = [(engine, ENGINE_STYLES[i % len(ENGINE_STYLES)][1]) for i, engine in enumerate(roofline.engines)]
+    legend += [(f"{LETTERS[i % len(LETTERS)]} {name}", "black") for i, name in enumerate(roofline.workloads)]
+    for i, (words, colour) in enumerate(legend):
+        body.append(text(right + 12, top + 16 * i, words, f'fill="{colour}"'))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {SVG_HEIGHT}" font-family="sans-serif" '
+            'font-size="12">\n' + "\n".join(body) + "\n</svg>\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

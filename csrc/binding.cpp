@@ -1,8 +1,8 @@
 // The only file that knows torch: tensors in, pointers out, and a Python error where a kernel refuses its arguments.
 //
-// Results lie in buffers that are used again once nobody holds them: a step's tensors cost no allocation. While a
-// Recording is open, every call is also written down; replay() makes the same calls again, on the same memory, without
-// Python. What changes between steps (tokens, positions, lengths) is therefore read from tensors, never passed as a number.
+// While a Recording is open, every call is also written down; replay() makes the same calls again, on the same memory,
+// without Python. What changes between steps (tokens, positions, lengths) is therefore read from tensors, never passed
+// as a number.
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
@@ -12,6 +12,7 @@
 #include <chrono>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -24,39 +25,44 @@ using at::Tensor;
 
 namespace {
 
-// Buffers -------------------------------------------------------------------------------------------------------------
+// Buffers and recordings ----------------------------------------------------------------------------------------------
 
-// Never freed before the process ends: the largest step there was decides how many there are.
-std::vector<Tensor>& buffers() {
-    static auto* const all = new std::vector<Tensor>;
-    return *all;
-}
+// Memory for results, used again once nobody holds it: a step's tensors cost no allocation. Never smaller than the
+// largest step there was.
+struct Buffers {
+    std::vector<Tensor> all;
 
-// An uninitialised float32 tensor on the smallest buffer that is large enough and that nobody holds.
-Tensor fresh(at::IntArrayRef sizes) {
-    const int64_t num = c10::multiply_integers(sizes);
-    Tensor* best = nullptr;
-    for (Tensor& buffer : buffers())
-        if (buffer.numel() >= num && buffer.storage().use_count() == 1 && (!best || buffer.numel() < best->numel()))
-            best = &buffer;
-    // A buffer far too large would be missing where it is needed.
-    if (!best || best->numel() > 2 * num + 4096) {
-        buffers().push_back(at::empty({num}, at::kFloat));
-        best = &buffers().back();
+    // An uninitialised float32 tensor on the smallest buffer that is large enough and that nobody holds.
+    Tensor fresh(at::IntArrayRef sizes) {
+        const int64_t num = c10::multiply_integers(sizes);
+        const Tensor* best = nullptr;
+        for (const Tensor& buffer : all)
+            if (buffer.numel() >= num && buffer.storage().use_count() == 1 && (!best || buffer.numel() < best->numel()))
+                best = &buffer;
+        // A buffer far too large would be missing where it is needed.
+        if (!best || best->numel() > 2 * num + 4096) {
+            all.push_back(at::empty({num}, at::kFloat));
+            best = &all.back();
+        }
+        return best->narrow(0, 0, num).view(sizes);
     }
-    return best->narrow(0, 0, num).view(sizes);
-}
-
-// Calls ---------------------------------------------------------------------------------------------------------------
+};
 
 using Call = std::function<int()>;
 
+// Calls to be made again, with results in buffers that only recordings made one after the other share.
 struct Recording {
+    std::shared_ptr<Buffers> buffers;
     std::vector<std::pair<const char*, Call>> calls;
-    std::vector<Tensor> kept;   // what the calls read and write, buffers aside: those are never freed
+    std::vector<Tensor> kept;   // what the calls read and write, buffers aside
 };
 
-Recording* open_recording = nullptr;
+thread_local Recording* open_recording = nullptr;
+
+Tensor fresh(at::IntArrayRef sizes) {
+    static auto* const shared = new Buffers;
+    return (open_recording ? open_recording->buffers.get() : shared)->fresh(sizes);
+}
 
 void check(const char* name, int status) {
     static const char* const reasons[] = {"", "a format it does not serve", "sizes it does not serve",
@@ -117,7 +123,7 @@ struct Packed {
 
     Packed(const std::vector<std::tuple<int, int64_t, Tensor>>& given, int64_t I) : I(I) {
         for (const auto& [format, rows, packed] : given) {
-            expect(packed.numel() == pack_bytes_cpu(format, rows, I), "packed does not have the bytes that pack() gives");
+            expect(packed.numel() == pack_bytes_cpu(format, rows, I), "packed does not have the bytes of pack()");
             parts.push_back({format, rows, data<uint8_t>(packed, "packed")});
             memory.push_back(packed);
             O += rows;
@@ -160,15 +166,20 @@ void multiply(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, con
     expect(y_TO.dim() == 2 && y_TO.size(0) == x_TI.size(0) && y_TO.size(1) == weights.O, "y_TO has a wrong shape");
     expect(!bias_O || bias_O->numel() == weights.O, "bias_O must have a number for each output");
     const float* const bias = bias_O ? FLOATS(*bias_O) : nullptr;
-    run("linear", {bias_O.value_or(Tensor())}, [y = FLOATS(y_TO), x = FLOATS(x_TI), &weights, bias, T = x_TI.size(0), accumulate] {
-        return matmul_cpu(y, x, weights.parts.data(), bias, T, weights.I, weights.parts.size(), accumulate);
-    });
+    run("linear", {bias_O.value_or(Tensor())},
+        [y = FLOATS(y_TO), x = FLOATS(x_TI), &weights, bias, T = x_TI.size(0), accumulate] {
+            return matmul_cpu(y, x, weights.parts.data(), bias, T, weights.I, weights.parts.size(), accumulate);
+        });
 }
 
 Tensor linear(const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O) {
     const Tensor y_TO = fresh({x_TI.size(0), weights.O});
     multiply(y_TO, x_TI, weights, bias_O, false);
     return y_TO;
+}
+
+void linear_add(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O) {
+    multiply(y_TO, x_TI, weights, bias_O, true);
 }
 
 Tensor embed(const Packed& table, const Tensor& token_T) {
@@ -206,17 +217,55 @@ Tensor argmax(const Tensor& x_LV) {
     return id_L;
 }
 
-// Attention -----------------------------------------------------------------------------------------------------------
-
-int32_t cache_format(const Tensor& cache) {
-    if (cache.scalar_type() == at::kFloat) return F32;
-    if (cache.scalar_type() == at::kBFloat16) return BF16;
-    throw py::value_error("the cache must be float32 or bfloat16");
+// The pointers hold as long as `given` and its tensors.
+DrawRules draw_rules(const py::handle& given, uint64_t key) {
+    DrawRules rules{};
+    const auto number = [&](const char* name) { return given.attr(name).cast<double>(); };
+    const auto tensor = [&](const char* name) { return given.attr(name).cast<std::optional<Tensor>>(); };
+    rules.vocab = given.attr("vocab").cast<int64_t>();
+    rules.temperature = number("temperature");
+    rules.top_k = given.attr("top_k").cast<int64_t>();
+    rules.top_p = number("top_p"), rules.min_p = number("min_p");
+    rules.repetition_penalty = number("repetition_penalty");
+    rules.presence_penalty = number("presence_penalty"), rules.frequency_penalty = number("frequency_penalty");
+    const auto seen_V = tensor("seen_V"), count_V = tensor("count_V");
+    const auto bias_ids = tensor("bias_ids"), biases = tensor("biases");
+    expect(!seen_V || seen_V->numel() == rules.vocab, "seen_V must have an entry for each id");
+    expect(!count_V || count_V->numel() == rules.vocab, "count_V must have an entry for each id");
+    expect(bias_ids ? biases && biases->numel() == bias_ids->numel() : !biases, "biases must be as many as bias_ids");
+    if (seen_V) rules.seen_V = data<bool>(*seen_V, "seen_V");
+    if (count_V) rules.count_V = data<double>(*count_V, "count_V");
+    if (bias_ids) {
+        rules.bias_ids = INTS(*bias_ids), rules.biases = data<double>(*biases, "biases");
+        rules.num_biases = bias_ids->numel();
+    }
+    rules.key = key;
+    return rules;
 }
 
-// A layer's keys or values: (pages, G, numbers a head has in a page).
+Tensor draw(const Tensor& x_LV, const std::vector<py::object>& rules, const std::vector<uint64_t>& keys) {
+    expect(x_LV.dim() == 2, "x_LV must have a row for each token");
+    expect(int64_t(rules.size()) == x_LV.size(0) && rules.size() == keys.size(), "each row needs its rules and its key");
+    std::vector<DrawRules> rules_L;
+    for (size_t l = 0; l < rules.size(); l++) rules_L.push_back(draw_rules(rules[l], keys[l]));
+    const Tensor id_L = at::empty({x_LV.size(0)}, at::kLong);
+    check("draw", draw_cpu(INTS(id_L), FLOATS(x_LV), rules_L.data(), x_LV.size(0), x_LV.size(1)));
+    return id_L;
+}
+
+// Attention -----------------------------------------------------------------------------------------------------------
+
+int32_t cache_format(at::ScalarType dtype) {
+    if (dtype == at::kFloat) return F32;
+    if (dtype == at::kBFloat16) return BF16;
+    if (dtype == at::kChar) return I8;
+    throw py::value_error("the cache must be float32, bfloat16 or int8");
+}
+
+// A layer's keys or values: (pages, G, what a head has in a page).
 void expect_cache(const Tensor& cache, int64_t A, int64_t B) {
-    expect(cache.dim() == 3 && cache.is_contiguous() && cache.size(2) == kv_head_values_cpu(A, B),
+    expect(cache.dim() == 3 && cache.is_contiguous() &&
+           cache.size(2) * cache.element_size() == kv_head_bytes_cpu(A, B, cache_format(cache.scalar_type())),
            "a cache of other heads or pages");
 }
 
@@ -230,8 +279,8 @@ std::tuple<Tensor, Tensor> rope_angles(const Tensor& position_T, const Tensor& i
     return {cos, sin};
 }
 
-Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qkv_TX, const Tensor& cos, const Tensor& sin,
-                  const Tensor& slot_T, int64_t H, int64_t A, int64_t B) {
+Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qkv_TX, const Tensor& cos,
+                  const Tensor& sin, const Tensor& slot_T, int64_t H, int64_t A, int64_t B) {
     const int64_t T = qkv_TX.size(0), G = k_cache.size(1), half = cos.size(-1), num_pages = k_cache.size(0);
     expect_cache(k_cache, A, B), expect_cache(v_cache, A, B);
     expect(qkv_TX.numel() == T * (H + 2 * G) * A && slot_T.numel() == T, "qkv_TX or slot_T has a wrong shape");
@@ -239,7 +288,8 @@ Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qk
     const Tensor q_THA = fresh({T, H, A});
     run("rope_store", {k_cache, v_cache, slot_T},
         [q = FLOATS(q_THA), k = k_cache.data_ptr(), v = v_cache.data_ptr(), qkv = FLOATS(qkv_TX), c = FLOATS(cos),
-         s = FLOATS(sin), slot = INTS(slot_T), T, H, G, A, half, B, num_pages, format = cache_format(k_cache)] {
+         s = FLOATS(sin), slot = INTS(slot_T), T, H, G, A, half, B, num_pages,
+         format = cache_format(k_cache.scalar_type())] {
             return rope_store_cpu(q, k, v, qkv, c, s, slot, T, H, G, A, half, B, num_pages, format);
         });
     return q_THA;
@@ -254,8 +304,9 @@ Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cac
     const Tensor out_THA = fresh(q_THA.sizes());
     run("attention", {k_cache, v_cache, table, row_S, starts_S1, lengths_S},
         [out = FLOATS(out_THA), q = FLOATS(q_THA), k = k_cache.data_ptr(), v = v_cache.data_ptr(),
-         pages = data<int32_t>(table, "table"), rows = INTS(row_S), starts = INTS(starts_S1), lengths = INTS(lengths_S), T, S,
-         H, G, A, B, num_pages = k_cache.size(0), stride = table.size(1), scale, window, format = cache_format(k_cache)] {
+         pages = data<int32_t>(table, "table"), rows = INTS(row_S), starts = INTS(starts_S1), lengths = INTS(lengths_S),
+         T, S, H, G, A, B, num_pages = k_cache.size(0), stride = table.size(1), scale, window,
+         format = cache_format(k_cache.scalar_type())] {
             return attention_cpu(out, q, k, v, pages, rows, starts, lengths, T, S, H, G, A, B, num_pages, stride, scale,
                                  window, format);
         });
@@ -274,8 +325,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             for (const Tensor& part : packed.memory) bytes += part.numel();
             return bytes;
         });
+    py::class_<Buffers, std::shared_ptr<Buffers>>(m, "Buffers").def(py::init<>());
     py::class_<Recording>(m, "Recording", "Every call between `with` and its end; replay() makes them again.")
-        .def(py::init<>())
+        .def(py::init([](std::shared_ptr<Buffers> buffers) { return new Recording{std::move(buffers), {}, {}}; }))
         .def("__enter__", [](Recording& recording) { open_recording = &recording; })
         .def("__exit__", [](Recording&, const py::args&) { open_recording = nullptr; })
         .def("replay", &replay, py::call_guard<py::gil_scoped_release>())
@@ -283,17 +335,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("__len__", [](const Recording& recording) { return recording.calls.size(); });
     m.def("pack", &pack);
     m.def("linear", &linear);
-    m.def("linear_add_", [](const Tensor& y, const Tensor& x, const Packed& weights, const std::optional<Tensor>& bias) {
-        multiply(y, x, weights, bias, true);
-    });
+    m.def("linear_add_", &linear_add);
     m.def("embed", &embed);
     m.def("rms_norm", &rms_norm);
     m.def("silu_mul", &silu_mul);
     m.def("argmax", &argmax);
+    m.def("draw", &draw);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);
     m.def("attention", &attention);
-    m.def("kv_head_values", &kv_head_values_cpu);
+    m.def("kv_head_bytes", [](int64_t A, int64_t B, at::ScalarType dtype) {
+        return kv_head_bytes_cpu(A, B, cache_format(dtype));
+    });
     m.def("set_threads", [](int64_t num) { check("set_threads", set_threads_cpu(num)); });
+    m.def("peak", &peak_cpu, py::arg("format"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
     m.def("set_isa", [](int64_t level) { check("set_isa", set_isa_cpu(level)); });
 }

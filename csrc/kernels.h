@@ -19,7 +19,7 @@ enum Status : int { OK = 0, BAD_FORMAT = 1, BAD_SIZE = 2, BAD_INDEX = 3, NO_MEMO
 
 // How numbers are stored: the ids of GGUF files (quant.py: Format.ggml_id).
 enum Format : int32_t {
-    F32 = 0, BF16 = 30, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+    F32 = 0, BF16 = 30, I8 = 24, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
     Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14
 };
 
@@ -31,6 +31,10 @@ int set_threads_cpu(int64_t num_threads);
 // Which instructions kernels use, for tests: 0 plain C++, 1 AVX2 with FMA. The best there is by default; NO_ISA if this
 // CPU lacks it.
 int set_isa_cpu(int64_t level);
+
+// The machine's limit: operations a second (a product with its sum is two) that all threads do on registers alone, with
+// the arithmetic that matmul_cpu has for weights of this format. Measured for `seconds`; 0 for a format it does not serve.
+double peak_cpu(int32_t format, double seconds);
 
 // Matrices ------------------------------------------------------------------------------------------------------------
 
@@ -67,12 +71,34 @@ int silu_mul_cpu(float* act_TF, const float* x_T2F, int64_t T, int64_t F);
 // The lowest id of the greatest number in each row; -1 for a row with a number that is not finite.
 int argmax_cpu(int64_t* id_L, const float* x_LV, int64_t L, int64_t V);
 
+// How a token is drawn from a row of logits, as kernels.DrawRules. Ids from `vocab` on are never drawn. seen_V and
+// count_V have `vocab` entries or are null.
+struct DrawRules {
+    int64_t vocab;
+    double temperature;     // 0: the greatest logit, the lowest id on ties
+    int64_t top_k;          // 0: no limit
+    double top_p, min_p;
+    double repetition_penalty, presence_penalty, frequency_penalty;
+    const bool* seen_V;
+    const double* count_V;
+    const int64_t* bias_ids;
+    const double* biases;
+    int64_t num_biases;
+    uint64_t key;           // of the noise
+};
+
+// A token for each row, bit for bit the one that kernels.draw draws; -1 for a row with a number that is not finite, or
+// of which nothing finite is left. BAD_INDEX: a bias id < 0 or >= vocab. BAD_SIZE: vocab > V or > 2^22. After NO_MEMORY
+// id_L may hold anything.
+int draw_cpu(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, int64_t L, int64_t V);
+
 // Attention -----------------------------------------------------------------------------------------------------------
 
-// A layer's k_cache and v_cache hold num_pages pages of G heads, each with room for this many numbers, in bfloat16 or
-// float32 (cache_format BF16 or F32); cpu/kv.h has the layout. A <= 512 is even, B a power of two from 8 to 256; 0 for
-// other sizes. It is A * B if A is a multiple of 16 and B > 8.
-int64_t kv_head_values_cpu(int64_t A, int64_t B);
+// A layer's k_cache and v_cache hold num_pages pages of G heads, each with room for this many bytes; cpu/kv.h has the
+// layout. cache_format is F32, BF16, or I8: a head's key or value is then rounded to 8 bits, with a float32 scale of
+// its own, the greatest magnitude / 127. A <= 512 is even, B a power of two from 8 to 256; 0 for other sizes or formats.
+// If A is a multiple of 16 and B > 8, it is the bytes of B times A numbers, and of B scales.
+int64_t kv_head_bytes_cpu(int64_t A, int64_t B, int32_t cache_format);
 
 // The cosine and sine, (T, half) each, of position * frequency, times `scale`; the angle is computed in double.
 int rope_angles_cpu(float* cos, float* sin, const int64_t* position_T, const double* inv_freq, int64_t T, int64_t half,
@@ -83,7 +109,7 @@ int rope_cpu(float* out_THA, const float* x_THA, const float* cos, const float* 
              int64_t half);
 
 // Writes each token's keys and values into slot_T: page * B + place in the page. Where a head's key is not finite, NaN
-// is written as its value. BAD_INDEX: a slot < 0 or >= num_pages * B.
+// is written as its value (in int8, as the scale of both). BAD_INDEX: a slot < 0 or >= num_pages * B.
 int store_kv_cpu(void* k_cache, void* v_cache, const float* k_TGA, const float* v_TGA, const int64_t* slot_T, int64_t T,
                  int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t cache_format);
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import batch
 import tiny
 from batches import by_id, chat_line, load, read, records, run, write
 from sampling import SamplingParams
+from scheduler import DEFAULT_CLASSES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -232,12 +234,30 @@ def test_a_full_disk_is_an_error(engine, tmp_path):
         run(engine, write(tmp_path / "in", [{"prompt": "a"}]), "/dev/full")
 
 
+def test_a_class_with_a_short_line_is_fed_as_it_has_room(folder, tmp_path):
+    classes = tuple(replace(cls, max_waiting=2) for cls in DEFAULT_CLASSES)
+    source = write(tmp_path / "in", records(12))
+    assert run(load(folder, classes=classes), source, tmp_path / "out", ordered=True) == 0
+    assert run(load(folder), source, tmp_path / "other", ordered=True) == 0
+    assert by_id(tmp_path / "out") == by_id(tmp_path / "other")
+
+
+def test_answers_that_a_deadline_cut_are_done_again(engine, tmp_path):
+    source, out = write(tmp_path / "in", records(4)), tmp_path / "out"
+    assert run(engine, source, out, deadline=1e-9) == 0
+    assert {answer["finish_reason"] for answer in read(out)} == {"cancelled"}
+    assert run(engine, source, out, resume=True) == 0
+    assert sorted(by_id(out)) == ["r0", "r1", "r2", "r3"] and len(read(out)) == 4
+    assert {answer["finish_reason"] for answer in read(out)} == {"length"}
+
+
 def test_the_summary_counts(engine, tmp_path, capsys):
     lines = [{"prompt": "a" * 40, "raw": True, "num_samples": 2, "max_tokens": 3}, {"prompt": "b", "raw": True}, "{"]
-    run(engine, write(tmp_path / "in", lines), tmp_path / "out")
+    run(engine, write(tmp_path / "in", lines), tmp_path / "out", stats=True)
     captured = capsys.readouterr()
     assert captured.out == "" and "\x1b" not in captured.err
     assert captured.err.startswith("3 requests · 1 failed · 12 tokens · ") and "0 preemptions" in captured.err
+    assert " steps · " in captured.err and "pages: 5 cached, 91 free · 0 evictions" in captured.err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -54,13 +54,15 @@ def test_rope_is_exact_at_far_positions():
     assert cos.item() == pytest.approx(math.cos(1_000_003 * 0.7), abs=1e-6)
 
 
-def paged(lengths, G, A, B, seed=0, num_spare=3):
+def paged(lengths, G, A, B, seed=0, num_spare=3, dtype=torch.float64):
     """A cache of NaN with the keys and values of `lengths` tokens a request scattered over pages in random order."""
     counts = [-(-length // B) for length in lengths]
     P = sum(counts) + num_spare
     order = torch.randperm(P, generator=torch.Generator().manual_seed(seed)).tolist()
-    kv = KV(torch.full((P, B, G, A), math.nan, dtype=torch.float64),
-            torch.full((P, B, G, A), math.nan, dtype=torch.float64), B, 0)
+    kv = kernels.new_kv(P, B, G, A, A, dtype, "cpu", 0)
+    for memory in (kv.k, kv.v, kv.k_scale, kv.v_scale):
+        if memory is not None:
+            memory.fill_(-1 if memory.dtype == torch.int8 else math.nan)
     table_SM = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     keys, values = [], []
     for s, (length, count) in enumerate(zip(lengths, counts)):
@@ -109,17 +111,17 @@ def test_attention_over_pages_equals_loops(seed, requests, heads, A, B, window):
 
 
 @given(st.integers(0, 2**30), st.sampled_from(["q", "k", "v"]), st.sampled_from([math.nan, math.inf, -math.inf]),
-       st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([0, 3, 64]))
+       st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8]),
+       st.sampled_from([0, 3, 64]))
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(seed, part, bad, dtype, window):
     """Rows before it keep their bits, as do other requests: other prompts may find their keys in the prefix cache."""
     picks = torch.Generator().manual_seed(seed)
     new = torch.randint(1, 12, (3,), generator=picks).tolist()
     lengths = [num_new + int(torch.randint(0, 30, (), generator=picks)) for num_new in new]
     starts = [sum(new[:s]) for s in range(4)]
-    kv, table_SM, keys, values = paged(lengths, 2, 16, 8, seed)
-    kv = KV(kv.k.to(dtype), kv.v.to(dtype), kv.page_size, 0)
+    kv, table_SM, keys, values = paged(lengths, 2, 16, 8, seed, dtype=dtype)
     batch = batch_of(starts, lengths, table_SM)
-    q_THA = random(sum(new), 4, 16, seed=seed, dtype=dtype)
+    q_THA = random(sum(new), 4, 16, seed=seed, dtype=torch.float32 if dtype == torch.int8 else dtype)
     whole = kernels.attention(q_THA, kv, batch, 0.25, window)
     assert whole.isfinite().all()
 
@@ -138,6 +140,23 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(seed, par
         in_sight = place <= i and (not window or place > i - window)
         sees[starts[1] + i - past] = i == place if part == "q" else in_sight
     assert out[sees].isnan().all() and torch.equal(out[~sees], whole[~sees])
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_an_int8_cache_is_cells_times_scales(dtype, bound):
+    """The greatest number is 127 of them, the others are off by half a scale at most; attention reads just that."""
+    kv, table_SM, keys, values = paged([40, 9], 2, 16, 8, dtype=torch.int8)
+    stored = []
+    for cells, scales, given in ((kv.k, kv.k_scale, keys), (kv.v, kv.v_scale, values)):
+        for s, x_LGA in enumerate(given):
+            c, scale = (cached[table_SM[s]].flatten(0, 1)[: len(x_LGA)].double() for cached in (cells, scales))
+            assert torch.allclose(127 * scale, x_LGA.abs().amax(-1), rtol=1e-6) and (c.abs().amax(-1) == 127).all()
+            stored.append(c * scale[..., None])
+            assert ((stored[-1] - x_LGA).abs() <= scale[..., None] * 0.5001).all()
+    q_THA = random(13, 4, 16, seed=5, dtype=dtype)
+    out = kernels.attention(q_THA, kv, batch_of([0, 4, 13], [40, 9], table_SM), 0.25)
+    exact = naive_attention(q_THA.double(), stored[:2], stored[2:], [4, 9], 0.25, 0)
+    assert torch.allclose(out.double(), exact, atol=bound)
 
 
 def test_store_touches_only_its_slots():

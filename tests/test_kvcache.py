@@ -5,9 +5,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+import kernels
 from kvcache import Cache, KVSpec, Lease
 
 FULL, WINDOW = KVSpec(1, 8, 8), KVSpec(1, 8, 8, window=16)
+
+
+def test_bytes_of_a_token_are_those_of_the_memory(native_ops):
+    spec = KVSpec(heads=3, k_dim=32, v_dim=32)
+    for new_kv in (kernels.new_kv, native_ops.new_kv):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            kv = new_kv(5, 16, spec.heads, spec.k_dim, spec.v_dim, dtype, "cpu", 0)
+            memory = [tensor for tensor in (kv.k, kv.v, kv.k_scale, kv.v_scale) if tensor is not None]
+            assert sum(tensor.nbytes for tensor in memory) == 5 * 16 * spec.bytes_per_token(dtype)
 
 
 def make_cache(num_pages=6, specs=(FULL,), **options):

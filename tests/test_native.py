@@ -57,7 +57,7 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
 def test_operations_have_the_signatures_of_the_reference(native_ops):
     public = [name for name, value in vars(kernels).items() if inspect.isfunction(value) and not name.startswith("_")]
     served = [name for name in public if hasattr(native_ops, name)]
-    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "argmax", "rope_angles", "rope_store_",
+    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "argmax", "draw", "rope_angles", "rope_store_",
             "attention", "new_kv"} <= set(served)
     for name in ("rope_angles", "rope_store_", "attention", "new_kv"):
         assert list(inspect.signature(getattr(native_ops, name)).parameters) == list(
@@ -171,6 +171,21 @@ def test_preemption_changes_no_id(path, native_ops):
     assert engine.cache.num_available_full == 17
 
 
+@pytest.mark.parametrize("quant", ["f32", "q8_0"])
+def test_an_int8_cache_keeps_the_bits_too_and_is_near_the_reference(quant, family, tmp_path, native_ops):
+    """Of prompts that share pages as well: one reads another's from the cache."""
+    name, overrides = family
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", name, quant=quant, **overrides)
+    model, prompts = load(path, None, native_ops), [*PROMPTS, PROMPTS[-1], PROMPTS[-1][:50]]
+    alone = [answers(model, [prompt], GREEDY, prefix_cache=False, cache_dtype=torch.int8)[0] for prompt in prompts]
+    for config in ({}, {"max_step_tokens": 1}, {"max_step_tokens": 7}, {"page_size": 32}, {"max_requests": 2}):
+        assert_same_bits(answers(model, prompts, GREEDY, cache_dtype=torch.int8, **config), alone)
+    config = EngineConfig(num_pages=16, cache_dtype=torch.int8)
+    exact = Engine(load(path, torch.float64), EngineConfig(num_pages=16)).logits(PROMPTS[-1])
+    for model, bound in ((load(path, torch.float32), 0.01), (model, 0.03 if quant == "q8_0" else 0.01)):
+        assert (Engine(model, config).logits(PROMPTS[-1]) - exact).std() / exact.std() < bound
+
+
 @pytest.mark.models
 @pytest.mark.slow
 def test_smollm2_has_the_same_bits_alone_among_32_in_chunks_and_after_a_hit(smollm2, native_ops):
@@ -193,3 +208,13 @@ def test_perplexity_of_quantized_weights(smollm2, native_ops):
     ids = json.loads((Path(__file__).parent / "data/text30k.llamacpp.ids.json").read_text())
     engine = Engine(load(smollm2, None, native_ops, context=512), EngineConfig(num_pages=64))
     assert bench.perplexity(engine, ids).ppl == pytest.approx(18.4529, rel=0.005)
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_perplexity_with_an_int8_cache(smollm2, native_ops):
+    """Within half a percent of that with a bfloat16 cache, 18.5326."""
+    ids = json.loads((Path(__file__).parent / "data/text30k.llamacpp.ids.json").read_text())
+    model = load(smollm2, None, native_ops, context=512)
+    engine = Engine(model, EngineConfig(num_pages=64, cache_dtype=torch.int8))
+    assert bench.perplexity(engine, ids).ppl == pytest.approx(18.5326, rel=0.005)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kernels
 import native as native_module
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 30}
+FORMATS = {torch.float32: 0, torch.bfloat16: 30, torch.int8: 24}
 OK, BAD_FORMAT, BAD_SIZE, BAD_INDEX = range(4)
 POISON = math.nan
 
@@ -33,7 +33,7 @@ def native(library, request):
     if status(library.set_isa_cpu, ["plain", "avx2"].index(request.param)) != OK:
         pytest.skip(f"this CPU lacks {request.param}")
     call(library.set_threads_cpu, 2)
-    library.kv_head_values_cpu.restype = ctypes.c_int64
+    library.kv_head_bytes_cpu.restype = ctypes.c_int64
     return library
 
 
@@ -59,6 +59,20 @@ def error(got, exact):
     return float((got.double() - exact).abs().max())
 
 
+def new_cache(native, num_pages, G, A, B, dtype):
+    """A layer's keys or values, all NaN: in int8 the scales, and all cells -1."""
+    nbytes = native.kv_head_bytes_cpu(*map(ctypes.c_int64, (A, B, FORMATS[dtype])))
+    return torch.full((num_pages, G, nbytes // dtype.itemsize), -1 if dtype == torch.int8 else POISON, dtype=dtype)
+
+
+def cached(x_TGA, dtype):
+    """What a cache of `dtype` makes of keys or values, in float64."""
+    if dtype != torch.int8:
+        return x_TGA.to(dtype).double()
+    scale_TG1 = x_TGA.abs().amax(-1, keepdim=True) / 127
+    return (x_TGA / scale_TG1).round().double() * scale_TG1.double()
+
+
 class Requests:
     """Requests with keys, values and queries for every one of their tokens, and a poisoned cache of scattered pages."""
 
@@ -70,8 +84,7 @@ class Requests:
         self.table = torch.full((len(lengths), self.width), -1, dtype=torch.int32)
         for s, count in enumerate(counts):
             self.table[s, :count] = torch.tensor([order.pop() for _ in range(count)])
-        size = self.num_pages, G, native.kv_head_values_cpu(ctypes.c_int64(A), ctypes.c_int64(B))
-        self.k, self.v = (torch.full(size, POISON, dtype=dtype) for _ in range(2))
+        self.k, self.v = (new_cache(native, self.num_pages, G, A, B, dtype) for _ in range(2))
         self.keys, self.values = ([random(n, G, A, seed=seed + 9 * s + i) for s, n in enumerate(lengths)]
                                   for i in (1, 2))
         self.queries = [random(n, H, A, seed=seed + 9 * s + 3) for s, n in enumerate(lengths)]
@@ -103,7 +116,7 @@ class Requests:
     def expected(self, s, window, dtype):
         """torch's attention on what the cache holds."""
         q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (
-            self.queries[s], self.keys[s].to(self.dtype), self.values[s].to(self.dtype)))
+            self.queries[s], cached(self.keys[s], self.dtype), cached(self.values[s], self.dtype)))
         place = torch.arange(self.lengths[s])
         mask = (place <= place[:, None]) & (place > place[:, None] - (window or math.inf))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.A**-0.5, enable_gqa=True)
@@ -113,7 +126,7 @@ class Requests:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 @pytest.mark.parametrize("H, G, A, B", [(9, 3, 64, 32), (6, 1, 128, 16), (7, 7, 20, 8), (14, 2, 64, 256),
-                                        (20, 1, 2, 64), (2, 2, 512, 128)])
+                                        (20, 1, 2, 64), (2, 2, 512, 128), (5, 1, 22, 32)])
 def test_attention_is_as_exact_as_torch_in_float32(native, H, G, A, B, window, dtype):
     requests = Requests(native, [1, 400, 33], H, G, A, B, dtype)
     for s, out in enumerate(requests.attend([(s, 0, n) for s, n in enumerate(requests.lengths)], window)):
@@ -213,8 +226,7 @@ def test_rope_and_store_in_one_call_equal_the_reference(native, A, half, dtype):
                                    torch.float32)
     cos, sin = cos[..., :half].contiguous(), sin[..., :half].contiguous()
     slot_T = torch.randperm(8 * B, generator=torch.Generator().manual_seed(1))[:T]
-    size = 8, G, native.kv_head_values_cpu(ctypes.c_int64(A), ctypes.c_int64(B))
-    caches = [torch.full(size, 7, dtype=dtype) for _ in range(4)]
+    caches = [new_cache(native, 8, G, A, B, dtype).fill_(7) for _ in range(4)]
     got = torch.empty_like(q_THA)
     call(native.rope_store_cpu, got, *caches[:2], qkv_TX, cos, sin, slot_T, T, H, G, A, half, B, 8, FORMATS[dtype])
     assert torch.equal(got, kernels.rope(q_THA, cos, sin))
@@ -224,7 +236,7 @@ def test_rope_and_store_in_one_call_equal_the_reference(native, A, half, dtype):
     call(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 8, FORMATS[dtype])
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
     # Every number is there, rounded as torch does, and nothing else was touched.
-    for cache, x in ((caches[0], turned), (caches[1], v_TGA)):
+    for cache, x in ((caches[0], turned), (caches[1], v_TGA)) if dtype != torch.int8 else ():
         stored = cache[cache != 7].flatten().sort().values
         assert torch.equal(stored, x.to(dtype).flatten().sort().values)
     assert status(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 7, FORMATS[dtype]) == BAD_INDEX
@@ -241,6 +253,58 @@ def test_bfloat16_rounds_as_in_torch(native):
     got = v.view(-1, 8, 16, 2).transpose(2, 3).reshape(-1, 1, 16)[:T]
     assert torch.equal(got.nan_to_num(3), values.bfloat16().nan_to_num(3))
     assert torch.equal(got.isnan(), values.isnan())
+
+
+@pytest.mark.parametrize("B", [16, 64])
+def test_int8_rounds_as_the_reference(native, B):
+    T, G, A, num_pages = 70, 2, 48, 8
+    keys, values = (random(T, G, A, seed=seed) * torch.logspace(-30, 30, T)[:, None, None] for seed in (1, 2))
+    for x in (keys, values):
+        x[0], x[1, :, 7] = 0, 3e38
+        x[2] *= 1e-10  # subnormal scales
+        x[3] = (torch.arange(A) - 20.5) / 8  # halves of the greatest, 127 eighths
+        x[3, :, 0] = -127 / 8
+    keys[4, 1, 5], keys[5, 0, 3], values[6, 1, 0], values[7, 0, 9] = math.nan, math.inf, -math.inf, math.nan
+    reference = kernels.new_kv(num_pages, B, G, A, A, torch.int8, "cpu", 0)
+    for cells, scale in ((reference.k, reference.k_scale), (reference.v, reference.v_scale)):
+        cells.fill_(-1), scale.fill_(math.nan)
+    k, v = (new_cache(native, num_pages, G, A, B, torch.int8) for _ in range(2))
+    slot_T = torch.randperm(num_pages * B, generator=torch.Generator().manual_seed(1))[:T]
+    kernels.store_kv_(reference, keys, values, slot_T)
+    call(native.store_kv_cpu, k, v, keys, values, slot_T, T, G, A, B, num_pages, FORMATS[torch.int8])
+    k_cells = k[..., : A * B].view(num_pages, G, B // 16, A // 4, 16, 4).permute(0, 2, 4, 1, 3, 5)
+    v_cells = v[..., : A * B].view(num_pages, G, A // 16, B // 4, 16, 4).permute(0, 3, 5, 1, 2, 4)
+    for cells, expected in ((k_cells, reference.k), (v_cells, reference.v)):
+        assert torch.equal(cells.reshape(expected.shape), expected)
+    for cache, expected in ((k, reference.k_scale), (v, reference.v_scale)):
+        scale_PBG = cache[..., A * B :].contiguous().view(torch.float32).transpose(1, 2)
+        assert torch.equal(scale_PBG.nan_to_num(-1), expected.nan_to_num(-1))
+    assert reference.v_scale.flatten(0, 1)[slot_T[4:8]].isnan().tolist() == [[False, True], [True, False]] * 2
+
+
+@pytest.mark.parametrize("A", [64, 128])
+def test_attention_errs_with_an_int8_cache_as_theory_says(native, A):
+    """Rounding adds to each number of a key or value an error that is spread evenly over its scale s, of variance
+    s^2 / 12. With p the softmax and o the result, that of number a is then the sum over the places of
+    p^2 (s_v^2 / 12 + (v_a - o_a)^2 |scale q|^2 s_k^2 / 12), and no more than s_v / 2 + (e^(2 e) - 1) max |v| where
+    no score is off by more than e = max |scale q|_1 s_k / 2."""
+    length = 400
+    requests = Requests(native, [length], 4, 2, A, 32, torch.int8)
+    [out] = requests.attend([(0, 0, length)])
+    q, keys, values = requests.queries[0].double() * A**-0.5, requests.keys[0].double(), requests.values[0].double()
+    k, v = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (keys, values))  # (H, L, A)
+    s_k, s_v = (x.abs().amax(-1) / 127 for x in (k, v))
+    scores = (q.transpose(0, 1) @ k.mT).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    p = scores.softmax(-1)
+    exact = p @ v
+    wrong = out.double().transpose(0, 1) - exact
+    score_error = q.abs().sum(-1).T[..., None] * s_k.amax(-1)[:, None, None] / 2
+    most = s_v.amax(-1)[:, None, None] / 2 + torch.expm1(2 * score_error) * v.abs().amax()
+    assert (wrong.abs() <= most).all()
+    spread = (v[:, None] - exact[:, :, None]).square() * (q.square().sum(-1).T[..., None] * s_k.square()[:, None] / 12)[
+        ..., None]
+    variance = (p.square()[..., None] * (s_v.square()[:, None, :, None] / 12 + spread)).sum(2)
+    assert 0.9 < (wrong.square().mean() / variance.mean()).sqrt() < 1.1
 
 
 @pytest.mark.parametrize("T, D", [(1, 576), (70, 1536), (3, 1), (2, 16384), (5, 37)])

@@ -137,7 +137,6 @@ def test_values_out_of_range_are_bad_usage(call, words):
 @pytest.mark.parametrize("words", [
     "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--verify rejection",
     "--verify block", "--tp 2", "--pp 2", "--dp 2", "--prefill bfloat16", "--device cuda",
-    "--cache-dtype int8",
 ])
 def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")
@@ -600,6 +599,8 @@ def test_info_of_a_folder(call, llama):
     assert isinstance(fields["tokenizer"], str)
     [fields] = call("info", "-m", llama, "--json", "--dtype", "float64", "--cache-dtype", "bfloat16").lines
     assert (fields["cache_bytes_per_token"], fields["same_tokens"]) == (2 * 2 * 2 * 16 * 2, "yes")
+    [fields] = call("info", "-m", llama, "--json", "--cache-dtype", "int8").lines
+    assert (fields["cache_dtype"], fields["cache_bytes_per_token"]) == ("int8", 2 * 2 * 2 * (16 + 4))
 
 
 def test_info_of_a_quantized_file(call, tmp_path):

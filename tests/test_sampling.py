@@ -1,4 +1,5 @@
-"""sampling.py: each transform against a hand-made answer, the draw against the distribution it must have."""
+"""sampling.py and the draw of kernels.py: each transform against a hand-made answer, the draw against the distribution
+it must have; and the native draw, which must be the same to the last id."""
 
 import math
 
@@ -7,9 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling import Sampler, SamplingParams, candidates, draw, gumbel
+import kernels
+from kernels import DrawRules, adjusted, candidates, gumbel
+from sampling import Sampler, SamplingParams, draw, noise_key
 
 QUARTET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+
+
+def randn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sampler(prompt=(), end_ids=(), vocab=4, **fields):
@@ -20,7 +27,7 @@ def draw_one(logits_V, position=0, **fields):
     return draw(logits_V[None], [sampler(vocab=len(logits_V), **fields)], [position])[0].id
 
 
-def frequencies(logits_V, num_draws=4000, **fields):
+def frequencies(logits_V, num_draws=2000, **fields):
     s = sampler(vocab=len(logits_V), **fields)
     logits_LV = logits_V.expand(num_draws, -1)
     ids = [d.id for d in draw(logits_LV, [s] * num_draws, range(num_draws))]
@@ -79,13 +86,26 @@ def test_samples_have_seeds_of_their_own():
 
 def test_noise_is_gumbel_and_depends_on_every_part_of_its_key():
     ids = torch.arange(100_000)
-    noise = gumbel(1, 2, "draw", ids)
+    noise = gumbel(noise_key(1, 2, "draw"), ids)
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.03)
-    assert torch.equal(gumbel(1, 2, "draw", ids[500:600]), noise[500:600])
+    assert torch.equal(gumbel(noise_key(1, 2, "draw"), ids[500:600]), noise[500:600])
     for seed, position in ((2, 2), (1, 3), (2**63 - 1, 2)):
-        other = gumbel(seed, position, "draw", ids)
+        other = gumbel(noise_key(seed, position, "draw"), ids)
         assert abs(torch.corrcoef(torch.stack((noise, other)))[0, 1]) < 0.02
+
+
+def test_logarithm():
+    """Of what noise takes it: numbers from 2^-53 to 1 - 2^-53, and their logarithms' opposites."""
+    x = torch.cat((torch.logspace(-16, 1.5, 10_000, dtype=torch.float64), 1 - torch.logspace(-16, -1, 1000).double()))
+    exact = torch.tensor([math.log(value) for value in x.tolist()], dtype=torch.float64)
+    assert ((kernels.log(x) - exact).abs() <= exact.abs() * 2.0**-51).all()
+
+
+def test_shares_are_exponentials_in_whole_numbers():
+    x = torch.cat((-torch.logspace(-18, 2.5, 10_000, dtype=torch.float64), torch.tensor([0, -math.inf])))
+    exact = torch.tensor([math.exp(value) * 2**40 for value in x.tolist()], dtype=torch.float64)
+    assert ((kernels.shares(x) - exact).abs() <= 0.52).all() and kernels.shares(x)[-2:].tolist() == [2**40, 0]
 
 
 # ---- transforms
@@ -110,13 +130,14 @@ def test_argmax_takes_the_lowest_id_on_ties():
     ({"top_k": 3, "min_p": 0.7}, {2, 3}), ({"min_p": 0.4, "top_p": 0.6}, {2, 3}), ({}, {0, 1, 2, 3})])
 def test_filters_keep_what_they_should(fields, kept):
     # QUARTET sums in the order .4 .3 .2 .1; a nucleus of .7 needs .4 + .3, which rounds to just under .7 in float32
-    assert set(candidates(QUARTET.double(), SamplingParams(**fields))[0].tolist()) == kept
+    scaled_V = QUARTET.double() - QUARTET.max().double()
+    assert set(candidates(scaled_V, DrawRules(4, temperature=1, **fields)).tolist()) == kept
 
 
 def test_filters_on_ties_keep_the_lowest_ids():
     equal_V = torch.zeros(1000, dtype=torch.float64)
-    assert candidates(equal_V, SamplingParams(top_k=3))[0].tolist() == [0, 1, 2]
-    assert candidates(equal_V, SamplingParams(top_p=0.005))[0].tolist() == [0, 1, 2, 3, 4]
+    assert candidates(equal_V, DrawRules(1000, top_k=3)).tolist() == [0, 1, 2]
+    assert candidates(equal_V, DrawRules(1000, top_p=0.005)).tolist() == [0, 1, 2, 3, 4]
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 1), st.integers(0, 700), st.floats(0, 0.5), st.floats(0.2, 30))
@@ -124,8 +145,9 @@ def test_filters_equal_a_plain_sort(seed, top_p, top_k, min_p, spread):
     """The nucleus is found by sorting only what is needed; here the same set by sorting everything, with a loop."""
     x_V = torch.randn(600, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
     x_V = (x_V * 4).round() / 4  # many ties
+    x_V -= x_V.max()
     order = sorted(range(600), key=lambda id: (-x_V[id], id))
-    order = [id for id in order if min_p == 0 or x_V[id] >= x_V.max() + math.log(min_p)][: top_k or None]
+    order = [id for id in order if min_p == 0 or x_V[id] >= math.log(min_p)][: top_k or None]
     share = torch.softmax(x_V[order], 0).tolist()
     kept, mass = [], 0.0
     for id, p in zip(order, share):
@@ -133,11 +155,11 @@ def test_filters_equal_a_plain_sort(seed, top_p, top_k, min_p, spread):
         mass += p
         if mass >= top_p:
             break
-    got = candidates(x_V, SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p))[0].tolist()
+    got = candidates(x_V, DrawRules(600, top_p=top_p, top_k=top_k, min_p=min_p)).tolist()
     if top_p == 1:
         kept = order
     boundary = abs(mass - top_p) < 1e-9 or abs(mass - share[len(kept) - 1] - top_p) < 1e-9  # rounding decides
-    assert sorted(got) == sorted(kept) or boundary
+    assert got == sorted(kept) or boundary
 
 
 def test_draws_follow_the_distribution():
@@ -151,14 +173,14 @@ def test_draws_follow_the_distribution():
 def test_penalties():
     logits_V = torch.tensor([2.0, -1.0, 1.9])
     penalized = sampler(prompt=[0, 1, 1], vocab=3, repetition_penalty=1.3)
-    assert penalized.adjusted(logits_V).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9])
+    assert adjusted(logits_V, penalized.rules).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9])
     assert draw(logits_V[None], [penalized], [3])[0].id == 2
     counted = sampler(prompt=[0, 0], vocab=3, presence_penalty=5, frequency_penalty=0.5)
-    assert counted.adjusted(logits_V).tolist() == pytest.approx([2.0, -1.0, 1.9])  # the prompt does not count
+    assert adjusted(logits_V, counted.rules).tolist() == pytest.approx([2.0, -1.0, 1.9])  # the prompt does not count
     counted.observe(0), counted.observe(0), counted.observe(2)
-    assert counted.adjusted(logits_V).tolist() == pytest.approx([2 - 5 - 1, -1, 1.9 - 5 - 0.5])
+    assert adjusted(logits_V, counted.rules).tolist() == pytest.approx([2 - 5 - 1, -1, 1.9 - 5 - 0.5])
     penalized.observe(2)
-    assert penalized.adjusted(logits_V).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9 / 1.3])
+    assert adjusted(logits_V, penalized.rules).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9 / 1.3])
 
 
 def test_min_tokens_bans_every_end_until_then():
@@ -221,10 +243,135 @@ def test_logprobs_none_zero_and_more_than_there_are():
 @given(st.integers(0, 2**40), st.permutations(range(5)))
 def test_rows_do_not_see_each_other(seed, order):
     """The same rows in another order draw the same tokens."""
-    logits_LV = torch.randn(5, 50, generator=torch.Generator().manual_seed(seed))
+    logits_LV = randn(seed, 5, 50)
     kinds = [{"temperature": 0}, {"temperature": 1}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3, "temperature": 2},
              {"temperature": 0, "logprobs": 2}]
     samplers = [sampler(vocab=50, seed=seed + i, **kind) for i, kind in enumerate(kinds)]
     straight = draw(logits_LV, samplers, range(5))
     shuffled = draw(logits_LV[list(order)], [samplers[i] for i in order], list(order))
     assert [straight[i] for i in order] == shuffled
+
+
+# ---- the native draw
+
+
+def native_ids(native_ops, logits_LV, rules, keys):
+    """What it draws, by every set of instructions that this CPU has."""
+    ids = []
+    try:
+        for level in (0, 1):
+            native_ops.set_isa(level)
+            ids.append(native_ops.draw(logits_LV, rules, keys).tolist())
+    except ValueError:
+        assert level  # a CPU that lacks them; the plain kernels serve all
+    finally:
+        native_ops.set_isa(len(ids) - 1)
+    assert all(other == ids[0] for other in ids)
+    return ids[0]
+
+
+@st.composite
+def rows_of_logits(draw_, V):
+    """Of very different spreads, with ties, with outliers, now and then damaged."""
+    x_V = randn(draw_(st.integers(0, 2**40)), V) * 10 ** draw_(st.floats(-12, 12))
+    kind = draw_(st.sampled_from(["as they are", "few values", "equal", "outlier", "usual", "quarters"]))
+    if kind == "few values":
+        x_V = (x_V / x_V.abs().max() * draw_(st.sampled_from([1, 3, 40]))).round()
+    if kind == "equal":
+        x_V = torch.zeros(V)
+    if kind == "outlier":
+        x_V[draw_(st.integers(0, V - 1))] = draw_(st.sampled_from([1e30, -1e30, 3e38, -3e38, 50]))
+    if kind == "usual":
+        x_V = randn(draw_(st.integers(0, 2**40)), V) * 2.5
+    if kind == "quarters":
+        x_V = (randn(draw_(st.integers(0, 2**40)), V) * 10).round() / 4
+    if draw_(st.integers(0, 19)) == 0:
+        x_V[draw_(st.integers(0, V - 1))] = draw_(st.sampled_from([math.nan, math.inf, -math.inf]))
+    return x_V
+
+
+@st.composite
+def rules_of_all_kinds(draw_, V):
+    vocab = draw_(st.sampled_from([V, V, V, (V + 1) // 2]))
+    fields = {"temperature": draw_(st.sampled_from([0, 1, 0.7, 1e-6, 1e4, 1e-320, 1e308]) | st.floats(0.01, 10)),
+              "top_k": draw_(st.sampled_from([0, 0, -1, 1, 2, 40, V, V + 5])),
+              "top_p": draw_(st.sampled_from([1, 1, 0.5, 0.95, 0.999999, 1e-30, 1 - 2**-53]) | st.floats(0.01, 1)),
+              "min_p": draw_(st.sampled_from([0, 0, 0.05, 1e-9, 1e-300, 0.999]) | st.floats(0, 0.999))}
+    ids = torch.randint(0, vocab, (draw_(st.sampled_from([0, 0, 1, 5])),), generator=torch.Generator().manual_seed(V))
+    if draw_(st.integers(0, 3)) == 0:
+        fields |= {"repetition_penalty": draw_(st.sampled_from([1.1, 0.5, 1e300, 1e-300])),
+                   "seen_V": torch.arange(vocab) % 3 == 0}
+    if draw_(st.integers(0, 3)) == 0:
+        fields |= {"presence_penalty": draw_(st.floats(-2, 2)), "count_V": torch.arange(vocab).double() % 4,
+                   "frequency_penalty": draw_(st.sampled_from([0, 0.3, 1e308, -1e308]))}
+    if len(ids):
+        values = draw_(st.lists(st.sampled_from([1, -0.3, 1e5, -math.inf]), min_size=len(ids), max_size=len(ids)))
+        fields |= {"bias_ids": ids, "biases": torch.tensor(values, dtype=torch.float64)}
+    return DrawRules(vocab, **fields)
+
+
+@settings(max_examples=300)
+@given(st.data(), st.sampled_from([1, 2, 7, 33, 600, 3000]), st.integers(1, 4))
+def test_native_draws_are_those_of_the_reference(native_ops, data, V, L):
+    logits_LV = torch.stack([data.draw(rows_of_logits(V)) for _ in range(L)])
+    rules = [data.draw(rules_of_all_kinds(V)) for _ in range(L)]
+    keys = [data.draw(st.integers(0, 2**64 - 1)) for _ in range(L)]
+    assert native_ids(native_ops, logits_LV, rules, keys) == kernels.draw(logits_LV, rules, keys).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 2, 1e4])
+def test_native_draws_from_a_whole_vocabulary_are_those_of_the_reference(native_ops, temperature):
+    """Rows large enough for every shortcut: nuclei of a few ids and of nearly all."""
+    fields = [{}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 0.999999}, {"top_k": 40}, {"top_k": 5000, "top_p": 0.9},
+              {"min_p": 0.05}, {"min_p": 1e-4, "top_p": 0.95}]
+    rules = [DrawRules(49_000, temperature, **kind) for kind in fields]
+    logits_LV = randn(1, len(rules), 49_152) * 2.5
+    for first_key in range(0, 30, 10):
+        keys = [noise_key(first_key, l, "draw") for l in range(len(rules))]
+        assert native_ids(native_ops, logits_LV, rules, keys) == kernels.draw(logits_LV, rules, keys).tolist()
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.2},
+                                    {"temperature": 100}])
+def test_native_draws_follow_the_distribution(native_ops, fields):
+    """Chi-square over ids: beyond the 99.99 % quantile (Wilson and Hilferty 1931) once in 10,000 right programs."""
+    num_draws, x_V = 20_000, randn(3, 12)
+    rules = DrawRules(12, **({"temperature": 1} | fields))
+    keys = [noise_key(7, position, "draw") for position in range(num_draws)]
+    ids = native_ops.draw(x_V.expand(num_draws, -1).contiguous(), [rules] * num_draws, keys)
+    scaled_V = (x_V.double() - x_V.max()) / rules.temperature
+    kept = candidates(scaled_V, rules)
+    expected = torch.softmax(scaled_V[kept], 0) * num_draws
+    counts = torch.bincount(ids, minlength=12).double()
+    assert counts[kept].sum() == num_draws
+    chi_square, freedom = float(((counts[kept] - expected) ** 2 / expected).sum()), len(kept) - 1
+    assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def test_the_native_draw_refuses_what_it_cannot_serve(native_ops):
+    x_LV = torch.zeros(1, 4)
+    one = torch.tensor([1.0], dtype=torch.float64)
+    for rules, message in ((DrawRules(5), "sizes"), (DrawRules(0), "sizes"),
+                           (DrawRules(4, seen_V=torch.ones(3).bool()), "seen_V"),
+                           (DrawRules(4, bias_ids=torch.tensor([4]), biases=one), "out of range"),
+                           (DrawRules(4, bias_ids=torch.tensor([1, 2]), biases=one), "biases")):
+        with pytest.raises(ValueError, match=message):
+            native_ops.draw(x_LV, [rules], [0])
+    with pytest.raises(ValueError, match="its key"):
+        native_ops.draw(x_LV, [DrawRules(4)], [])
+
+
+def test_sampling_draws_the_same_on_both(native_ops):
+    """Penalties that remember, bans that end, log-probabilities: through sampling.draw, step by step."""
+    kinds = [{}, {"temperature": 1, "top_p": 0.9}, {"repetition_penalty": 1.3},
+             {"temperature": 1, "frequency_penalty": 2.0}, {"min_tokens": 3, "logit_bias": ((3, 9.0),)},
+             {"temperature": 0.7, "logprobs": 2, "presence_penalty": 1.0}]
+    drawn = []
+    for ops in (kernels, native_ops):
+        samplers = [sampler(prompt=[1, 2, 3], end_ids=[3, 5], vocab=40, **kind) for kind in kinds]
+        drawn.append([])
+        for position in range(8):
+            drawn[-1].append(draw(randn(position, len(kinds), 50), samplers, [position] * len(kinds), ops))
+            for each, token in zip(samplers, drawn[-1][-1]):
+                each.observe(token.id)
+    assert drawn[0] == drawn[1]

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
-    "run flags chat batch dialects bench view engine speculative scheduler pace replay model weights sampling kvcache "
-    "parallel native kernels vocab tokenizer chat_template checkpoint families quant hub terminal"
+    "run flags chat batch dialects bench limits peer view engine speculative scheduler pace replay model weights "
+    "sampling kvcache parallel native kernels vocab tokenizer chat_template checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
 NO_TORCH = ("view", "flags", "vocab", "tokenizer", "chat_template", "checkpoint", "families", "quant", "hub",
@@ -124,7 +124,8 @@ def test_functions_and_modules_are_short(module):
         assert length <= MAX_FUNCTION, f"{module}.py:{function.lineno} {function.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.py"), *ROOT.glob("t*/*.py")]), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(path for folder in (".", "t*", "peers")
+                                        for path in ROOT.glob(f"{folder}/*.py")), ids=lambda path: path.name)
 def test_lines_are_short_and_clean(path):
     for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
         assert len(line) <= MAX_LINE, f"{path.name}:{number} has {len(line)} characters"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -267,3 +268,52 @@ def test_the_picture_of_a_real_run(draw, tmp_path, capsys):
     marks = "".join(lines[2:6])
     assert all(mark in marks for mark in "·█─◆"), marks
     assert ("×" in marks) == any(r["preemptions"] for one in steps for r in one["waiting"])
+
+
+# ---- The roofline -------------------------------------------------------------------------------------------------
+
+
+def roofline(**given) -> view.Roofline:
+    points = [view.Point("prefill", "quire", 500, 300), view.Point("prefill", "a<b", 500, 100),
+              view.Point("decode", "quire", 2, 20), view.Point("decode", "a<b", 2, 5)]
+    return view.Roofline(**({"memory_gb_per_s": 20.0, "matmul_gops": 1000.0, "points": points} | given))
+
+
+def places(lines: list[str]) -> dict[str, tuple[int, int]]:
+    """Column and row (from above) of each letter of the picture."""
+    body = [line[9:] for line in lines if "│" in line]
+    return {char: (line.index(char), row) for row, line in enumerate(body) for char in line if char.isalpha()}
+
+
+def test_each_workload_is_a_point_under_the_ceilings():
+    lines = list(view.draw_roofline(roofline(), 80, False))
+    at = places(lines)
+    assert at["A"][0] == at["a"][0] > at["B"][0] == at["b"][0]  # more operations a byte lie farther right
+    assert at["A"][1] < at["a"][1] < at["B"][1] < at["b"][1]  # higher rates lie higher
+    body = [line[9:] for line in lines if "│" in line]
+    for column, row in at.values():
+        assert any(line[column : column + 1] in ("─", "╱") for line in body[:row])
+    assert sum("─" in line for line in body) == 1  # arithmetic's is flat, and memory's rises to it
+    assert lines[-1] == "A prefill 30%, a a<b 10%   B decode 50%, b a<b 12%"
+    assert [label for label in ("10", "100", "1,000") if f"{label:>7} │" in "\n".join(lines)] == ["10", "100", "1,000"]
+
+
+def test_a_point_on_the_ceiling_hides_it():
+    at = places(list(view.draw_roofline(roofline(points=[view.Point("x", "quire", 2, 40)]), 80, False)))
+    assert set(at) == {"A"}
+
+
+@given(st.integers(40, 200), st.lists(st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)), max_size=60))
+def test_any_roofline_fits_the_width(width, given_points):
+    points = [view.Point(f"w{i // 2}", f"e{i % 5}", *numbers) for i, numbers in enumerate(given_points)]
+    lines = list(view.draw_roofline(roofline(points=points), width, False))
+    assert all(cell_len(line) <= max(width, 14) for line in lines)
+    assert bool(lines) == bool(points)
+    ElementTree.fromstring(view.roofline_svg(roofline(points=points), "title"))
+
+
+def test_the_roofline_as_svg():
+    svg = ElementTree.fromstring(view.roofline_svg(roofline(), "made by <me> & others"))
+    words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"made by <me> & others", "a<b", "A prefill", "B decode", "20 GB/s, 1,000 Gop/s"} <= set(words)
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 4

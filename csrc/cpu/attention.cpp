@@ -44,7 +44,7 @@ void each_block(const Attention& call, int64_t S, int64_t most_rows, Body body) 
 
 // One pass over all rows in blocks of at most `most_rows`. A block that is a large part of the work is shared out chunk
 // by chunk; that costs memory for the chunks' results and does not change a bit.
-int attend(const Attention& call, int64_t S, int64_t most_rows, bool bfloat16) {
+int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_format) {
     const auto work = [](const Block& block) { return (block.end_chunk - block.chunk) * (block.end_row - block.row); };
     int64_t total = 0, num_blocks = 0, num_items = 0, num_floats = 0;
     each_block(call, S, most_rows, [&](const Block& block) { total += work(block); });
@@ -79,7 +79,7 @@ int attend(const Attention& call, int64_t S, int64_t most_rows, bool bfloat16) {
 #else
     const auto run = plain::attend;
 #endif
-    parallel(num_items, [&](int64_t i) { run(call, items[i], bfloat16); });
+    parallel(num_items, [&](int64_t i) { run(call, items[i], cache_format); });
     return OK;
 }
 
@@ -103,12 +103,12 @@ int attention_cpu(float* out_THA, const float* q_THA, const void* k_cache, const
     bool damaged = false;
     const Attention call = {out_THA, q_THA, k_cache, v_cache, table, row_S, starts_S1, lengths_S,
                             H, G, A, B, table_stride, window, scale, &damaged};
-    if (cache_format != F32 && cache_format != BF16) return BAD_FORMAT;
+    if (!cell_bytes(cache_format)) return BAD_FORMAT;
     if (const int status = check(call, T, S, num_pages)) return status;
     const int64_t most_rows = round_up_16(A) * BLOCK_ROWS <= BLOCK_FLOATS ? BLOCK_ROWS : BLOCK_FLOATS / round_up_16(A);
-    int status = attend(call, S, most_rows, cache_format == BF16);
+    int status = attend(call, S, most_rows, cache_format);
     if (status == OK && damaged) {
-        status = attend(call, S, 1, cache_format == BF16);
+        status = attend(call, S, 1, cache_format);
         spread_damage(call, T);
     }
     return status;

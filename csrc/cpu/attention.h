@@ -51,7 +51,7 @@ inline Sight sight(const Attention& call, int64_t request, int64_t row) {
     return {call.window && call.window < end ? end - call.window : 0, end};
 }
 
-namespace plain { void attend(const Attention& call, const Item& item, bool bfloat16); }
-namespace avx2 { void attend(const Attention& call, const Item& item, bool bfloat16); }
+namespace plain { void attend(const Attention& call, const Item& item, int32_t cache_format); }
+namespace avx2 { void attend(const Attention& call, const Item& item, int32_t cache_format); }
 
 }  // namespace quire

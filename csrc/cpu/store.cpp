@@ -1,4 +1,5 @@
 // rope_cpu, store_kv_cpu and rope_store_cpu: positions turned into rotations, keys and values into the paged cache.
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -13,15 +14,49 @@ constexpr int64_t TOKENS = 16;      // of a task
 
 float to_cell(float x, float) { return x; }
 
-// Rounded to the nearest, ties to even.
-uint16_t to_cell(float x, uint16_t) {
+uint32_t bits_of(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// Rounded to the nearest, ties to even.
+uint16_t to_cell(float x, uint16_t) {
+    const uint32_t bits = bits_of(x);
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
 bool is_finite(float x) { return std::isfinite(x); }
 bool is_finite(uint16_t x) { return (x & 0x7f80) != 0x7f80; }
+
+// A head's key or value as cells. Returns their scale, NaN where one is not finite.
+template <class Cell>
+float to_cells(Cell* cells, const float* x, int64_t A) {
+    bool finite = true;
+    for (int64_t a = 0; a < A; a++) {
+        cells[a] = to_cell(x[a], Cell());
+        finite &= is_finite(cells[a]);
+    }
+    return finite ? 1 : NAN;
+}
+
+float to_cells(int8_t* cells, const float* x, int64_t A) {
+    int32_t most = 0;   // magnitudes are ordered as their bits are, and infinity and NaN come last
+    for (int64_t a = 0; a < A; a++) {
+        const int32_t bits = bits_of(x[a]) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float scale;
+    std::memcpy(&scale, &most, 4);
+    scale = std::isfinite(scale) ? scale / 127 : NAN;
+    if (!(scale >= FLT_MIN)) {  // in so few bits it would be too far off
+        std::memset(cells, 0, A);
+        return scale != scale ? scale : 0;
+    }
+    constexpr float SHIFT = 12582912;   // 1.5 * 2^23: adding it rounds to an integer, ties to even
+    for (int64_t a = 0; a < A; a++) cells[a] = int8_t(x[a] / scale + SHIFT - SHIFT);
+    return scale;
+}
 
 // Pairs (i, i + half) of the first 2 * half numbers are turned, the rest passes. Each product is rounded, as in torch.
 void rotate(float* out, const float* x, const float* cos, const float* sin, int64_t A, int64_t half) {
@@ -33,37 +68,50 @@ void rotate(float* out, const float* x, const float* cos, const float* sin, int6
     for (int64_t i = 2 * half; i < A; i++) out[i] = x[i];
 }
 
+// Where number `a` of a head's key, or of its value, stands.
+template <class Cell>
+int64_t key_cell(int64_t A, int64_t place, int64_t a) {
+    constexpr int64_t N = PACK<Cell>;
+    return place / TILE * TILE * round_up_16(A) + a / N * N * TILE + place % TILE * N + a % N;
+}
+
+template <class Cell>
+int64_t value_cell(int64_t B, int64_t place, int64_t a) {
+    constexpr int64_t N = PACK<Cell>;
+    return a / TILE * TILE * B + place / N * N * TILE + a % TILE * N + place % N;
+}
+
 // One head's key and value at `place` of a page. NaN is the value where the key is not finite.
 template <class Cell>
 void store_head(Cell* keys, Cell* values, const float* k, const float* v, int64_t A, int64_t B, int64_t place) {
-    constexpr int64_t PAIR = sizeof(Cell) == 2 ? 2 : 1;     // rows of a tile that lie side by side
     Cell cells[MAX_HEAD_WIDTH];
-    bool finite = true;
-    for (int64_t a = 0; a < A; a++) {
-        cells[a] = to_cell(k[a], Cell());
-        finite &= is_finite(cells[a]);
-    }
-    Cell* const key = keys + place / TILE * TILE * A + place % TILE * PAIR;
-    for (int64_t a = 0; a < A; a += PAIR)
-        for (int64_t i = 0; i < PAIR; i++) key[a * TILE + i] = cells[a + i];
+    const float k_scale = to_cells(cells, k, A);
+    for (int64_t a = 0; a < A; a++) keys[key_cell<Cell>(A, place, a)] = cells[a];
 
-    for (int64_t a = 0; a < A; a++) cells[a] = to_cell(finite ? v[a] : NAN, Cell());
-    Cell* const value = values + place / PAIR * PAIR * TILE + place % PAIR;
-    for (int64_t tile = 0; tile < A; tile += TILE)
-        for (int64_t i = 0; i < TILE && tile + i < A; i++) value[tile * B + i * PAIR] = cells[tile + i];
+    float seen[MAX_HEAD_WIDTH];
+    for (int64_t a = 0; a < A; a++) seen[a] = k_scale == k_scale ? v[a] : NAN;
+    const float v_scale = to_cells(cells, seen, A);
+    for (int64_t a = 0; a < A; a++) values[value_cell<Cell>(B, place, a)] = cells[a];
+
+    if constexpr (SCALED<Cell>) {
+        ((float*)(keys + head_cells(A, B)))[place] = k_scale;
+        ((float*)(values + head_cells(A, B)))[place] = v_scale;
+    }
 }
 
 void store_head(void* k_cache, void* v_cache, const float* k, const float* v, int64_t slot, int64_t g, int64_t G,
-                int64_t A, int64_t B, bool bfloat16) {
-    const int64_t offset = (slot / B * G + g) * head_values(A, B);
-    if (bfloat16)
-        store_head((uint16_t*)k_cache + offset, (uint16_t*)v_cache + offset, k, v, A, B, slot % B);
-    else
-        store_head((float*)k_cache + offset, (float*)v_cache + offset, k, v, A, B, slot % B);
+                int64_t A, int64_t B, int32_t cache_format) {
+    const int64_t offset = (slot / B * G + g) * head_bytes(A, B, cell_bytes(cache_format)), place = slot % B;
+    char *const keys = (char*)k_cache + offset, *const values = (char*)v_cache + offset;
+    switch (cache_format) {
+        case F32: return store_head((float*)keys, (float*)values, k, v, A, B, place);
+        case BF16: return store_head((uint16_t*)keys, (uint16_t*)values, k, v, A, B, place);
+        default: return store_head((int8_t*)keys, (int8_t*)values, k, v, A, B, place);
+    }
 }
 
 int check(const int64_t* slot_T, int64_t T, int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t format) {
-    if (format != F32 && format != BF16) return BAD_FORMAT;
+    if (!cell_bytes(format)) return BAD_FORMAT;
     if (T < 0 || !is_cache_shape(G, A, B)) return BAD_SIZE;
     for (int64_t t = 0; t < T; t++)
         if (slot_T[t] < 0 || slot_T[t] >= num_pages * B) return BAD_INDEX;
@@ -82,7 +130,10 @@ void each_token(int64_t T, Body body) {
 
 using namespace quire;
 
-int64_t kv_head_values_cpu(int64_t A, int64_t B) { return is_cache_shape(1, A, B) ? head_values(A, B) : 0; }
+int64_t kv_head_bytes_cpu(int64_t A, int64_t B, int32_t cache_format) {
+    const int64_t bytes = cell_bytes(cache_format);
+    return bytes && is_cache_shape(1, A, B) ? head_bytes(A, B, bytes) : 0;
+}
 
 int rope_cpu(float* out_THA, const float* x_THA, const float* cos, const float* sin, int64_t T, int64_t H, int64_t A,
              int64_t half) {
@@ -100,7 +151,7 @@ int store_kv_cpu(void* k_cache, void* v_cache, const float* k_TGA, const float* 
     each_token(T, [&](int64_t t) {
         for (int64_t g = 0; g < G; g++)
             store_head(k_cache, v_cache, k_TGA + (t * G + g) * A, v_TGA + (t * G + g) * A, slot_T[t], g, G, A, B,
-                       cache_format == BF16);
+                       cache_format);
     });
     return OK;
 }
@@ -117,7 +168,7 @@ int rope_store_cpu(float* q_THA, void* k_cache, void* v_cache, const float* qkv_
         for (int64_t g = 0; g < G; g++) {
             float rotated[MAX_HEAD_WIDTH];
             rotate(rotated, k + g * A, cos_t, sin_t, A, half);
-            store_head(k_cache, v_cache, rotated, v + g * A, slot_T[t], g, G, A, B, cache_format == BF16);
+            store_head(k_cache, v_cache, rotated, v + g * A, slot_T[t], g, G, A, B, cache_format);
         }
     });
     return OK;
