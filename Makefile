@@ -23,7 +23,7 @@ RUN := .venv/bin/python run.py
 # Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
 PEERS := llama.cpp transformers openvino
 
-.PHONY: help run chat test quick soak bench bench-peers models clean
+.PHONY: help run chat test quick soak sanitize bench bench-peers models clean
 
 help:  ## list what make can do (this list)
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,12 @@ quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file 
 
 soak: .venv/.ready-dev .venv/.native  ## run the tests of generated inputs for long, with other inputs every time
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
+
+sanitize:  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
+	@$(MAKE) --no-print-directory -j2 $(DRIVERS)
+	build/sanitize/address/driver
+	UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/undefined/driver
+	TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 build/sanitize/thread/driver
 
 bench: .venv/.native  ## measure speed on this machine
 	@$(RUN) bench $(ARGS)
@@ -97,7 +103,7 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 	@$(LOCKED) '$(INSTALL)'
 
 # The kernels, compiled into build/. Where that fails, torch computes instead, and each start says so.
-.venv/.native: .venv/.ready native.py $(wildcard csrc/*.* csrc/cpu/*)
+.venv/.native: .venv/.ready native.py csrc/binding.cpp $(wildcard csrc/*.h csrc/cpu/*)
 	@echo 'compiling the kernels into build/ (a minute)' >&2
 	@.venv/bin/python -c 'import native; native.load()' || echo 'that failed: torch will compute, much slower' >&2
 	@touch $@
@@ -112,3 +118,21 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 	    $(if $(INDEX),--extra-index-url "$(INDEX)") -r $< >.venv-peers/$*.log 2>&1; \
 	    then rm .venv-peers/$*.log; touch $@; \
 	    else rm -rf .venv-peers/$*; echo '$* cannot be installed: .venv-peers/$*.log says why' >&2; fi
+
+# The kernels and csrc/sanitize.cpp, which calls them, once for each sanitizer. Objects stay until a source changes.
+
+SANITIZERS := address undefined thread
+DRIVERS := $(SANITIZERS:%=build/sanitize/%/driver)
+WATCHED := -std=c++17 -O1 -g1 -ffp-contract=off -Wall -Wextra -pthread -fno-omit-frame-pointer -fno-sanitize-recover=all
+
+build/sanitize/undefined/%: WATCHED += -fsanitize=float-cast-overflow
+
+define SANITIZED
+build/sanitize/$(1)/%.o: csrc/%.cpp $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
+	@mkdir -p $$(@D)
+	$$(CXX) $$(WATCHED) -fsanitize=$(1) -c $$< -o $$@
+
+build/sanitize/$(1)/driver: $(patsubst csrc/%.cpp,build/sanitize/$(1)/%.o,$(wildcard csrc/cpu/*.cpp) csrc/sanitize.cpp)
+	$$(CXX) $$(WATCHED) -fsanitize=$(1) $$^ -o $$@
+endef
+$(foreach name,$(SANITIZERS),$(eval $(call SANITIZED,$(name))))

@@ -67,7 +67,7 @@ def build_folder() -> Path:
 
 
 def source_files() -> list[Path]:
-    return sorted(path for pattern in ("*.h", "*.cpp", "cpu/*") for path in SOURCES.glob(pattern))
+    return sorted(path for pattern in ("*.h", "binding.cpp", "cpu/*") for path in SOURCES.glob(pattern))
 
 
 def build(folder: Path) -> None:

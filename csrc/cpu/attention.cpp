@@ -17,9 +17,10 @@ int check(const Attention& call, int64_t T, int64_t S, int64_t num_pages) {
     if (!is_cache_shape(call.G, call.A, call.B) || call.H % call.G) return BAD_SIZE;
     if (call.starts_S1[0] != 0 || call.starts_S1[S] != T) return BAD_INDEX;
     for (int64_t s = 0; s < S; s++) {
+        if (call.starts_S1[s + 1] < call.starts_S1[s]) return BAD_INDEX;
         const int64_t num_new = new_tokens(call, s), length = call.lengths_S[s];
         if (num_new == 0) continue;
-        if (num_new < 0 || num_new > length || length > call.table_stride * call.B) return BAD_INDEX;
+        if (num_new > length || length > call.table_stride * call.B) return BAD_INDEX;
         if (call.row_S[s] < 0) return BAD_INDEX;
         const int32_t* pages = call.table + call.row_S[s] * call.table_stride;
         for (int64_t page = sight(call, s, 0).first / call.B; page * call.B < length; page++)
@@ -47,9 +48,10 @@ void each_block(const Attention& call, int64_t S, int64_t most_rows, Body body) 
 int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_format) {
     const auto work = [](const Block& block) { return (block.end_chunk - block.chunk) * (block.end_row - block.row); };
     int64_t total = 0, num_blocks = 0, num_items = 0, num_floats = 0;
+    const int64_t most_shares = 8 * num_threads();      // asked once: another thread may change it meanwhile
     each_block(call, S, most_rows, [&](const Block& block) { total += work(block); });
     const auto is_shared = [&](const Block& block) {
-        return block.num_pending > 1 && work(block) * 8 * num_threads() > total;
+        return block.num_pending > 1 && work(block) * most_shares > total;
     };
     each_block(call, S, most_rows, [&](const Block& block) {
         num_blocks++;
