@@ -119,18 +119,19 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 	    then rm .venv-peers/$*.log; touch $@; \
 	    else rm -rf .venv-peers/$*; echo '$* cannot be installed: .venv-peers/$*.log says why' >&2; fi
 
-# The kernels and csrc/sanitize.cpp, which calls them, once for each sanitizer. Objects stay until a source changes.
+# The kernels and csrc/sanitize.cpp, which calls them, once for each sanitizer. Objects stay until a source changes,
+# and appear whole or not at all: a compiler may be killed.
 
 SANITIZERS := address undefined thread
 DRIVERS := $(SANITIZERS:%=build/sanitize/%/driver)
 WATCHED := -std=c++17 -O1 -g1 -ffp-contract=off -Wall -Wextra -pthread -fno-omit-frame-pointer -fno-sanitize-recover=all
 
-build/sanitize/undefined/%: WATCHED += -fsanitize=float-cast-overflow
+build/sanitize/undefined/driver: WATCHED += -fsanitize=float-cast-overflow
 
 define SANITIZED
 build/sanitize/$(1)/%.o: csrc/%.cpp $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 	@mkdir -p $$(@D)
-	$$(CXX) $$(WATCHED) -fsanitize=$(1) -c $$< -o $$@
+	$$(CXX) $$(WATCHED) -fsanitize=$(1) -c $$< -o $$@.part && mv $$@.part $$@
 
 build/sanitize/$(1)/driver: $(patsubst csrc/%.cpp,build/sanitize/$(1)/%.o,$(wildcard csrc/cpu/*.cpp) csrc/sanitize.cpp)
 	$$(CXX) $$(WATCHED) -fsanitize=$(1) $$^ -o $$@

@@ -149,5 +149,11 @@ def test_shape_suffixes_use_the_letters_of_the_dimension_key(module):
             assert not unknown, f"{module}.py:{node.lineno} {name}: {sorted(unknown)} is not in the dimension key"
 
 
+def test_the_sanitizers_see_every_kernel():
+    kernels = re.findall(r"^\w+ (\w+_cpu)\(", (ROOT / "csrc/kernels.h").read_text("utf-8"), re.M)
+    driver = (ROOT / "csrc/sanitize.cpp").read_text("utf-8")
+    assert len(kernels) > 10 and all(f"{name}(" in driver for name in kernels)
+
+
 def dimension_key() -> str:
     return re.search(r"^## Dimension key$(.*?)^## ", (ROOT / "DESIGN.md").read_text("utf-8"), re.M | re.S)[1]

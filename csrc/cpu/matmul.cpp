@@ -44,6 +44,7 @@ Status quantize_rows(const Kernels& kernels, Matmul& call, int64_t T) {
     const int64_t num_groups = call.I / GROUP, rows_a_task = divide_up(64, num_groups);
     auto* x_TJ = static_cast<Activations*>(workspace(ACTIVATIONS, (T + 1) * num_groups * sizeof(Activations)));
     if (!x_TJ) return NO_MEMORY;
+    std::fill_n(x_TJ + T * num_groups, num_groups, Activations{});     // a row that may be computed with the last three
     const float* x_TI = call.x_TI;
     parallel(divide_up(T, rows_a_task), [=](int64_t task) {
         const int64_t row = task * rows_a_task, count = std::min(rows_a_task, T - row);
