@@ -17,8 +17,8 @@ from sampling import Sampler, SamplingParams
 
 LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
 LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
-READ_TIME = 0.75  # beside requests that decode, a prompt is read for at most this part of the time those take alone,
-LEAST_READ = 32  # but at least for the budget / this
+READ_TIME = 0.6  # beside requests that decode, a prompt is read for at most this part of the time those take alone,
+LEAST_READ = 64  # but at least for the budget / this
 MOST_PASSED = 4  # of a share of the admissions: a class of a fifth waits while 20 requests pass it
 LOOK_AHEAD = 256  # requests of a line that are looked at: those in front may wait for pages being written
 PATIENCE = 16  # steps' worth of its share that a class lets those above it have before it takes its share back

@@ -9,9 +9,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -85,17 +83,6 @@ void run(const char* name, std::initializer_list<Tensor> kept, Call call) {
 
 void replay(const Recording& recording) {
     for (const auto& [name, call] : recording.calls) check(name, call());
-}
-
-// replay(), and how long each kind of call took in all, in seconds.
-std::map<std::string, double> profile(const Recording& recording) {
-    std::map<std::string, double> seconds;
-    for (const auto& [name, call] : recording.calls) {
-        const auto start = std::chrono::steady_clock::now();
-        check(name, call());
-        seconds[name] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    }
-    return seconds;
 }
 
 // The data of a CPU tensor without gaps, of the type that T stands for.
@@ -318,8 +305,6 @@ Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cac
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::class_<Packed>(m, "Packed")
         .def(py::init<const std::vector<std::tuple<int, int64_t, Tensor>>&, int64_t>(), py::arg("parts"), py::arg("I"))
-        .def_readonly("O", &Packed::O)
-        .def_readonly("I", &Packed::I)
         .def_property_readonly("nbytes", [](const Packed& packed) {
             int64_t bytes = 0;
             for (const Tensor& part : packed.memory) bytes += part.numel();
@@ -330,9 +315,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def(py::init([](std::shared_ptr<Buffers> buffers) { return new Recording{std::move(buffers), {}, {}}; }))
         .def("__enter__", [](Recording& recording) { open_recording = &recording; })
         .def("__exit__", [](Recording&, const py::args&) { open_recording = nullptr; })
-        .def("replay", &replay, py::call_guard<py::gil_scoped_release>())
-        .def("profile", &profile)
-        .def("__len__", [](const Recording& recording) { return recording.calls.size(); });
+        .def("replay", &replay, py::call_guard<py::gil_scoped_release>());
     m.def("pack", &pack);
     m.def("linear", &linear);
     m.def("linear_add_", &linear_add);
