@@ -197,13 +197,6 @@ Tensor silu_mul(const Tensor& x_T2F) {
     return act_TF;
 }
 
-Tensor argmax(const Tensor& x_LV) {
-    expect(x_LV.dim() == 2, "x_LV must have a row for each token");
-    const Tensor id_L = at::empty({x_LV.size(0)}, at::kLong);
-    check("argmax", argmax_cpu(INTS(id_L), FLOATS(x_LV), x_LV.size(0), x_LV.size(1)));
-    return id_L;
-}
-
 // The pointers hold as long as `given` and its tensors.
 DrawRules draw_rules(const py::handle& given, uint64_t key) {
     DrawRules rules{};
@@ -322,7 +315,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("embed", &embed);
     m.def("rms_norm", &rms_norm);
     m.def("silu_mul", &silu_mul);
-    m.def("argmax", &argmax);
     m.def("draw", &draw);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);
