@@ -19,6 +19,8 @@ PYTHON ?= python3
 INDEX ?=
 
 RUN := .venv/bin/python run.py
+# Two processes; the tests of a file stay together, since they share models.
+PARALLEL := -n 2 --dist loadfile
 
 # Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
 PEERS := llama.cpp transformers openvino
@@ -41,10 +43,10 @@ chat: .venv/.native  ## talk with the default model
 
 test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 	@$(RUN) models --fetch default
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
-	.venv/bin/python -m pytest -m "not slow and not models" $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) -m "not slow and not models" $(ARGS)
 
 soak: .venv/.ready-dev .venv/.native  ## run the tests of generated inputs for long, with other inputs every time
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)

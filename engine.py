@@ -26,6 +26,8 @@ from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
 FREE_MEMORY_SHARE = 0.4
+# Chunks of at least so many tokens multiply in bfloat16 if `prefill` says so: for fewer, dequantizing costs too much.
+LARGE_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,15 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_requests: int = 64
     prefix_cache: bool = True
+    prefill: str = "exact"  # or "bfloat16": large chunks of prompts in bfloat16, whose tokens depend on the chunking
     classes: tuple[AdmissionClass, ...] = DEFAULT_CLASSES
     usual_class: str = "interactive"  # of requests that name none
 
     def __post_init__(self):
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"page_size is {self.page_size} but must be 8, 16, 32, 64, 128 or 256")
+        if self.prefill not in ("exact", "bfloat16"):
+            raise ValueError(f"prefill is '{self.prefill}' but must be 'exact' or 'bfloat16'")
         if self.num_pages is not None and self.cache_memory_gb is not None:
             raise ValueError("num_pages and cache_memory_gb both size the cache: give one of them")
         for name in ("num_pages", "cache_memory_gb", "max_step_tokens", "max_requests"):
@@ -138,7 +143,8 @@ class Engine:
         return Cache(specs, num_pages, config.page_size, self.cache_dtype, self.model.device,
                      max_leases=config.max_requests, max_tokens=self.model.context,
                      max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
-                     domain=f"{self.name} {self.model.dtype} {self.cache_dtype}", new_kv=self.model.ops.new_kv)
+                     domain=f"{self.name} {self.model.dtype} {self.cache_dtype} {config.prefill}",
+                     new_kv=self.model.ops.new_kv)
 
     # ---- requests in --------------------------------------------------------------------------------------------
 
@@ -216,6 +222,7 @@ class Engine:
         chunks = self.scheduler.plan(self.config.max_step_tokens)
         if not chunks:
             return outputs
+        chunks.sort(key=lambda chunk: self._is_rounded(chunk.end - chunk.start))  # those last
         drawing = [chunk for chunk in chunks if chunk.draws]
         batch = self._pack(chunks)
         h_TD = self.replay.forward(batch)
@@ -262,15 +269,20 @@ class Engine:
                 "pages": {"free": stats.free_pages, "cached": stats.cached_pages, "held": stats.held_pages,
                           "shared": stats.shared_pages}}
 
+    def _is_rounded(self, num_tokens: int) -> bool:
+        return self.config.prefill == "bfloat16" and num_tokens >= LARGE_CHUNK
+
     def _pack(self, chunks: list[Chunk]) -> Batch:
         tokens = [chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks]
-        row_L, end = [], 0
+        row_L, end, num_exact = [], 0, None
         for chunk in chunks:
+            if num_exact is None and self._is_rounded(chunk.end - chunk.start):
+                num_exact = end
             end += chunk.end - chunk.start
             if chunk.draws:
                 row_L.append(end - 1)
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
-                          [chunk.start for chunk in chunks], row_L)
+                          [chunk.start for chunk in chunks], row_L, num_exact)
 
     def _extend(self, request: Request, drawn: Drawn | None) -> Output:
         """Appends a drawn token and decides whether the request ends with it."""
@@ -361,7 +373,8 @@ class Engine:
                 chunk = ids[start : start + self.config.max_step_tokens]
                 self.cache.reach(lease, start, start + len(chunk))
                 rows = range(max(first - start, 0), len(chunk))
-                batch = Batch.pack(self.cache, [lease.row], [chunk], [start], rows)
+                num_exact = 0 if self._is_rounded(len(chunk)) else None
+                batch = Batch.pack(self.cache, [lease.row], [chunk], [start], rows, num_exact)
                 logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
         finally:
             self.cache.release(lease)

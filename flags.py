@@ -187,17 +187,18 @@ ENGINE_FLAGS = [
     flag("--max-step-tokens", type=COUNT, default=512, metavar="N", help="computed in a step (512)"),
     flag("--max-requests", type=COUNT, metavar="N", help="running at a time (64)"),
     switch("--no-prefix-cache", "compute shared prefixes again"),
+    flag("--prefill", type=one_of("exact", "bfloat16"), default="exact", metavar="HOW",
+         help="exact, or bfloat16: faster with AMX, inexact"),
     # What is promised and this build lacks is refused, never ignored.
     *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
       ("--draft", "--draft-tokens", "--draft-tree")),
     *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
     flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
-    flag("--prefill", type=one_of("exact", later="bfloat16"), help=argparse.SUPPRESS),
 ]
 REQUEST_FLAGS = [
     flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),
     flag("--class", type=CLASS, action="append", default=[], dest="classes", metavar="NAME:KEY=X,...",
-         help=f"admission class: {', '.join(CLASS_FIELDS)} (repeatable)"),
+         help="admission class: priority, share, ... (repeatable)"),
     flag("--trace", metavar="FILE", help="write what each step did, a JSON line each"),
 ]
 GROUPS = {"prompt": PROMPT_FLAGS, "model": MODEL_FLAGS, "arithmetic": DTYPE_FLAGS, "sampling": SAMPLING_FLAGS,

@@ -20,14 +20,20 @@ def embed(weight_VD: Tensor, token_T: Tensor) -> Tensor:
     return F.embedding(token_T, weight_VD)
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """y_TO = x W^T + b. In bfloat16 this reaches torch's oneDNN matmul, which uses AMX where the CPU has it."""
-    return F.linear(x_TI, weight_OI, bias_O)
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, num_exact: int | None = None) -> Tensor:
+    """y_TO = x W^T + b. In bfloat16 this reaches torch's oneDNN matmul, which uses AMX where the CPU has it. Rows from
+    `num_exact` on (None: none) are computed so whatever the type: `--prefill bfloat16`."""
+    if num_exact is None or num_exact == len(x_TI):
+        return F.linear(x_TI, weight_OI, bias_O)
+    rounded_TO = F.linear(x_TI[num_exact:].bfloat16(), weight_OI.bfloat16()).to(x_TI.dtype)
+    y_TO = torch.cat([F.linear(x_TI[:num_exact], weight_OI), rounded_TO])
+    return y_TO if bias_O is None else y_TO + bias_O
 
 
-def linear_add_(y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+def linear_add_(y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None,
+                num_exact: int | None = None) -> None:
     """y += x W^T + b."""
-    y_TO += linear(x_TI, weight_OI, bias_O)
+    y_TO += linear(x_TI, weight_OI, bias_O, num_exact)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -33,8 +33,8 @@ class Batch:
     """One step's tokens. Request s owns rows starts_S1[s] to starts_S1[s+1], the last of its lengths_S[s] tokens.
 
     For each group of the cache `slots_T` says where each token's keys and values go, and `tables` holds the page tables
-    of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. starts_S1,
-    lengths_S and lease_S are read by the host.
+    of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. Rows from
+    `num_exact` on (None: none) multiply in bfloat16. starts_S1, lengths_S and lease_S are read by the host.
     """
 
     token_T: Tensor
@@ -45,10 +45,11 @@ class Batch:
     starts_S1: Tensor
     lengths_S: Tensor
     row_L: Tensor
+    num_exact: int | None = None
 
     @staticmethod
     def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
-             row_L: Sequence[int]) -> "Batch":
+             row_L: Sequence[int], num_exact: int | None = None) -> "Batch":
         """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `leases[s]`."""
         ends = [past + len(new) for past, new in zip(pasts, tokens)]
         positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
@@ -56,8 +57,8 @@ class Batch:
                  for group in cache.groups]
         starts = accumulate(map(len, tokens), initial=0)
         return Batch(_ids(chain.from_iterable(tokens)), _ids(positions), tuple(map(_ids, slots)),
-                     tuple(group.table for group in cache.groups), _ids(leases), _ids(starts), _ids(ends), _ids(row_L))
-
+                     tuple(group.table for group in cache.groups), _ids(leases), _ids(starts), _ids(ends), _ids(row_L),
+                     num_exact)
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
@@ -84,12 +85,12 @@ class Linear:
         self.bias_O = torch.cat([weights.take(f"{name}.bias") for name in names]) if bias else None
         self.num_weights = sum(math.prod(weights.info(f"{name}.weight").shape) for name in names)
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return self.ops.linear(x_TI, self.weight, self.bias_O)
+    def __call__(self, x_TI: Tensor, num_exact: int | None = None) -> Tensor:
+        return self.ops.linear(x_TI, self.weight, self.bias_O, num_exact)
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
+    def add_(self, y_TO: Tensor, x_TI: Tensor, num_exact: int | None = None) -> None:
         """Adds the product to y."""
-        self.ops.linear_add_(y_TO, x_TI, self.weight, self.bias_O)
+        self.ops.linear_add_(y_TO, x_TI, self.weight, self.bias_O, num_exact)
 
 
 class Layer:
@@ -105,13 +106,13 @@ class Layer:
         self.ffn_down = Linear(ops, weights, f"{name}.ffn_down", bias=config.mlp_bias)
 
     def forward_(self, h_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> None:
-        ops = self.ops
-        qkv_TX = self.attn_qkv(ops.rms_norm(h_TD, self.attn_norm_D, self.eps))
+        ops, exact = self.ops, batch.num_exact
+        qkv_TX = self.attn_qkv(ops.rms_norm(h_TD, self.attn_norm_D, self.eps), exact)
         q_THA = ops.rope_store_(kv, qkv_TX, angles, batch.slots_T[kv.group], self.head_dim)
         out_THA = ops.attention(q_THA, kv, batch, self.head_dim**-0.5, self.window)
-        self.attn_output.add_(h_TD, out_THA.flatten(1))
-        gate_up_T2F = self.ffn_gate_up(ops.rms_norm(h_TD, self.ffn_norm_D, self.eps))
-        self.ffn_down.add_(h_TD, ops.silu_mul(gate_up_T2F))
+        self.attn_output.add_(h_TD, out_THA.flatten(1), exact)
+        gate_up_T2F = self.ffn_gate_up(ops.rms_norm(h_TD, self.ffn_norm_D, self.eps), exact)
+        self.ffn_down.add_(h_TD, ops.silu_mul(gate_up_T2F), exact)
 
 
 class Model:

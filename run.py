@@ -390,7 +390,7 @@ def make_engine_config(args: argparse.Namespace) -> EngineConfig:
             page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
             cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
             max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
-            prefix_cache=not args.no_prefix_cache, classes=admission_classes(args.classes),
+            prefix_cache=not args.no_prefix_cache, prefill=args.prefill, classes=admission_classes(args.classes),
             usual_class="batch" if args.command == "batch" else "interactive")
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -147,26 +147,30 @@ Tensor pack(const Tensor& raw, int format, int64_t O, int64_t I, int64_t raw_byt
     return packed;
 }
 
-void multiply(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O,
+using Optional = const std::optional<Tensor>&;
+using Count = std::optional<int64_t>;
+
+void multiply(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, Optional bias_O, Count num_exact,
               bool accumulate) {
     expect(x_TI.dim() == 2 && x_TI.size(1) == weights.I, "x_TI must have as many columns as the weights");
     expect(y_TO.dim() == 2 && y_TO.size(0) == x_TI.size(0) && y_TO.size(1) == weights.O, "y_TO has a wrong shape");
     expect(!bias_O || bias_O->numel() == weights.O, "bias_O must have a number for each output");
     const float* const bias = bias_O ? FLOATS(*bias_O) : nullptr;
     run("linear", {bias_O.value_or(Tensor())},
-        [y = FLOATS(y_TO), x = FLOATS(x_TI), &weights, bias, T = x_TI.size(0), accumulate] {
-            return matmul_cpu(y, x, weights.parts.data(), bias, T, weights.I, weights.parts.size(), accumulate);
+        [y = FLOATS(y_TO), x = FLOATS(x_TI), &weights, bias, T = x_TI.size(0),
+         exact = num_exact.value_or(x_TI.size(0)), accumulate] {
+            return matmul_cpu(y, x, weights.parts.data(), bias, T, exact, weights.I, weights.parts.size(), accumulate);
         });
 }
 
-Tensor linear(const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O) {
+Tensor linear(const Tensor& x_TI, const Packed& weights, Optional bias_O, Count num_exact) {
     const Tensor y_TO = fresh({x_TI.size(0), weights.O});
-    multiply(y_TO, x_TI, weights, bias_O, false);
+    multiply(y_TO, x_TI, weights, bias_O, num_exact, false);
     return y_TO;
 }
 
-void linear_add(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, const std::optional<Tensor>& bias_O) {
-    multiply(y_TO, x_TI, weights, bias_O, true);
+void linear_add(const Tensor& y_TO, const Tensor& x_TI, const Packed& weights, Optional bias_O, Count num_exact) {
+    multiply(y_TO, x_TI, weights, bias_O, num_exact, true);
 }
 
 Tensor embed(const Packed& table, const Tensor& token_T) {
@@ -225,7 +229,8 @@ DrawRules draw_rules(const py::handle& given, uint64_t key) {
 
 Tensor draw(const Tensor& x_LV, const std::vector<py::object>& rules, const std::vector<uint64_t>& keys) {
     expect(x_LV.dim() == 2, "x_LV must have a row for each token");
-    expect(int64_t(rules.size()) == x_LV.size(0) && rules.size() == keys.size(), "each row needs its rules and its key");
+    const bool complete = int64_t(rules.size()) == x_LV.size(0) && rules.size() == keys.size();
+    expect(complete, "each row needs its rules and its key");
     std::vector<DrawRules> rules_L;
     for (size_t l = 0; l < rules.size(); l++) rules_L.push_back(draw_rules(rules[l], keys[l]));
     const Tensor id_L = at::empty({x_LV.size(0)}, at::kLong);
@@ -296,6 +301,7 @@ Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cac
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using namespace py::literals;
     py::class_<Packed>(m, "Packed")
         .def(py::init<const std::vector<std::tuple<int, int64_t, Tensor>>&, int64_t>(), py::arg("parts"), py::arg("I"))
         .def_property_readonly("nbytes", [](const Packed& packed) {
@@ -310,8 +316,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("__exit__", [](Recording&, const py::args&) { open_recording = nullptr; })
         .def("replay", &replay, py::call_guard<py::gil_scoped_release>());
     m.def("pack", &pack);
-    m.def("linear", &linear);
-    m.def("linear_add_", &linear_add);
+    m.def("linear", &linear, "x"_a, "weights"_a, "bias"_a = std::nullopt, "num_exact"_a = std::nullopt);
+    m.def("linear_add_", &linear_add, "y"_a, "x"_a, "weights"_a, "bias"_a = std::nullopt, "num_exact"_a = std::nullopt);
     m.def("embed", &embed);
     m.def("rms_norm", &rms_norm);
     m.def("silu_mul", &silu_mul);

@@ -28,12 +28,12 @@ enum Format : int32_t {
 // Threads that kernels use, the caller among them; 0: as many as CPUs are open to the process (the default).
 int set_threads_cpu(int64_t num_threads);
 
-// Which instructions kernels use, for tests: 0 plain C++, 1 AVX2 with FMA. The best there is by default; NO_ISA if this
-// CPU lacks it.
+// Which instructions kernels use, for tests: 0 plain C++, 1 AVX2 with FMA, 2 AVX-512 with VNNI, 3 AMX. By default the
+// best there is; NO_ISA if this CPU lacks it.
 int set_isa_cpu(int64_t level);
 
 // The machine's limit: operations a second (a product with its sum is two) that all threads do on registers alone, with
-// the arithmetic that matmul_cpu has for weights of this format. Measured for `seconds`; 0 for a format it does not serve.
+// the arithmetic that matmul_cpu has for weights of this format. Measured for `seconds`; 0 for a format it lacks.
 double peak_cpu(int32_t format, double seconds);
 
 // Matrices ------------------------------------------------------------------------------------------------------------
@@ -54,8 +54,10 @@ int pack_cpu(void* packed, const void* raw, int32_t format, int64_t O, int64_t I
 // y = x W^T + bias, for each part in its columns of y_TO, where O sums over the parts; bias_O may be null.
 // `accumulate`: the result is added to what y_TO holds. Quantized weights meet an x rounded to 8 bits in groups of 32;
 // matmul.inc states the arithmetic, which is the same on all CPUs. For plain weights it depends on the instructions.
-int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* bias_O, int64_t T, int64_t I,
-               int64_t num_parts, int accumulate);
+// Rows from num_exact on meet weights dequantized to bfloat16, and are rounded to it, where the CPU has AMX; elsewhere
+// both are float32. After NO_MEMORY rows before num_exact may be written.
+int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* bias_O, int64_t T, int64_t num_exact,
+               int64_t I, int64_t num_parts, int accumulate);
 
 // Rows token_T of the table, with exactly the values of quant.py. BAD_INDEX: a token < 0 or >= table->O.
 int embed_cpu(float* x_TD, const Part* table, const int64_t* token_T, int64_t T, int64_t D);
@@ -96,7 +98,7 @@ int draw_cpu(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, int64_t
 
 // A layer's k_cache and v_cache hold num_pages pages of G heads, each with room for this many bytes; cpu/kv.h has the
 // layout. cache_format is F32, BF16, or I8: a head's key or value is then rounded to 8 bits, with a float32 scale of
-// its own, the greatest magnitude / 127. A <= 512 is even, B a power of two from 8 to 256; 0 for other sizes or formats.
+// its own, the greatest magnitude / 127. A <= 512 is even, B a power of two from 8 to 256; for others it returns 0.
 // If A is a multiple of 16 and B > 8, it is the bytes of B times A numbers, and of B scales.
 int64_t kv_head_bytes_cpu(int64_t A, int64_t B, int32_t cache_format);
 

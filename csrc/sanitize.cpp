@@ -28,9 +28,12 @@ namespace {
 
 thread_local const char* subject = "";
 thread_local int64_t seed = 0;
+int64_t instructions = 0;
+const char* only = nullptr;     // the subject that the command line names
 
 [[noreturn]] void fail(const char* condition, int line) {
-    std::fprintf(stderr, "sanitize.cpp:%d: %s, seed %ld: does not hold: %s\n", line, subject, long(seed), condition);
+    std::fprintf(stderr, "sanitize.cpp:%d: %s, seed %ld, instructions %ld: does not hold: %s\n", line, subject,
+                 long(seed), long(instructions), condition);
     std::abort();
 }
 
@@ -136,12 +139,13 @@ const float NOT_FINITE[] = {NAN, INFINITY, -INFINITY};
 // Calls body(level) with each instruction set of this CPU. The best one stays.
 template <class Body>
 void each_isa(Body body) {
-    for (int64_t level = 0; set_isa_cpu(level) == OK; level++) body(level);
+    for (instructions = 0; set_isa_cpu(instructions) == OK; instructions++) body(instructions);
 }
 
 // Calls body(random) `count` times, each with its own seed.
 template <class Body>
 void cases(const char* name, int64_t count, Body body) {
+    if (only && std::strcmp(only, name)) return;
     subject = name;
     for (seed = 0; seed < count; seed++) {
         Random random{uint64_t(seed) << 32};
@@ -217,13 +221,14 @@ struct Product {
     bool accumulate, biased, quantized = true;
     Floats x_TI, bias_O, before_TO;
 
-    // Some of the rows of x, after what y held before.
-    Floats rows(int64_t first, int64_t end) const {
+    // Some of the rows of x, after what y held before; the last `num_rounded` of them in bfloat16.
+    Floats rows(int64_t first, int64_t end, int64_t num_rounded = 0) const {
         Floats y = poison((end - first) * O), x((end - first) * I);
         std::copy(x_TI + first * I, x_TI + end * I, x.begin());
         if (accumulate) std::copy(before_TO + first * O, before_TO + end * O, y.begin());
         const float* const bias = biased ? bias_O.begin() : nullptr;
-        CHECK(matmul_cpu(y, x, parts.data(), bias, end - first, I, parts.size(), accumulate) == OK);
+        CHECK(matmul_cpu(y, x, parts.data(), bias, end - first, end - first - num_rounded, I,
+                         parts.size(), accumulate) == OK);
         return y;
     }
 };
@@ -252,22 +257,25 @@ Product product_of(Random& random, bool wild) {
     return product;
 }
 
-// One row by a plain loop: x rounded to 8 bits errs by half a step in each group, float32 sums by their length.
-void expect_row(const Product& product, const float* y_O, int64_t t) {
+// One row by a plain loop: x rounded to 8 bits errs by half a step in each group, float32 sums by their length, the
+// product of two numbers in bfloat16 by 2^-8.
+void expect_row(const Product& product, const float* y_O, int64_t t, bool rounded = false) {
     const float* x = product.x_TI + t * product.I;
     int64_t column = 0;
     for (const Weights& weights : product.weights) {
         const Floats table = unpacked(weights);
         for (int64_t o = 0; o < weights.O; o++, column++) {
-            double sum = product.biased ? product.bias_O[column] : 0, step = 0, most = 0;
+            double sum = product.biased ? product.bias_O[column] : 0, step = 0, most = 0, terms = 0;
             if (product.accumulate) sum += product.before_TO[t * product.O + column];
             for (int64_t i = 0; i < product.I; i++) {
                 const double w = table[o * product.I + i];
                 sum += w * x[i];
+                terms += std::abs(w * x[i]);
                 step += std::abs(w) * 4 / 127 / 2;
                 most = std::max(most, std::abs(w));
             }
-            const double tolerance = (weights.stored->block > 1 ? step : 0) + 1e-5 * most * product.I + 1e-5;
+            const double of_x = rounded ? terms / 256 : weights.stored->block > 1 ? step : 0;
+            const double tolerance = of_x + 1e-5 * most * product.I + 1e-5;
             CHECK(std::abs(y_O[column] - sum) <= tolerance);
         }
     }
@@ -303,7 +311,14 @@ void matmul_case(Random& random, bool wild) {
             CHECK(all_finite(y, y.size()));
             expect_row(product, y + (product.T - 1) * product.O, product.T - 1);
             spoil_row(random, product, y);
+            const int64_t num_rounded = random.from(1, product.T), num_exact = product.T - num_rounded;
+            const Floats mixed = product.rows(0, product.T, num_rounded);
+            CHECK(same(mixed, y, num_exact * product.O));
+            for (const int64_t row : {num_exact, product.T - 1})
+                expect_row(product, mixed + row * product.O, row, true);
         }
+        for (float& number : y)     // what becomes of weights that are not finite depends on the instructions
+            if (!std::isfinite(number)) number = NAN;
         if (level == 0) plain = std::move(y);
         else if (product.quantized) CHECK(same(plain, y));
     });
@@ -776,19 +791,21 @@ void refuse_matrices(Random&) {
             const Part part = {stored.format, O, null};
             CHECK(pack_bytes_cpu(stored.format, O, I) == 0);
             CHECK(pack_cpu(null, null, stored.format, O, I) == BAD_SIZE);
-            CHECK(matmul_cpu(null, null, &part, null, 1, I, 1, 0) == BAD_SIZE);
+            CHECK(matmul_cpu(null, null, &part, null, 1, 1, I, 1, 0) == BAD_SIZE);
             CHECK(embed_cpu(null, &part, null, 1, I) == BAD_SIZE);
         }
     for (const int32_t format : {-1, 1, 99, INT32_MAX}) {
         const Part part = {format, 16, null};
         CHECK(pack_bytes_cpu(format, 16, 256) == 0 && pack_cpu(null, null, format, 16, 256) == BAD_FORMAT);
-        CHECK(matmul_cpu(null, null, &part, null, 1, 256, 1, 0) == BAD_FORMAT);
+        CHECK(matmul_cpu(null, null, &part, null, 1, 1, 256, 1, 0) == BAD_FORMAT);
         CHECK(embed_cpu(null, &part, null, 1, 256) == BAD_FORMAT);
     }
     const Part part = {F32, 16, null};
-    CHECK(matmul_cpu(null, null, &part, null, -1, 8, 1, 0) == BAD_SIZE);
-    CHECK(matmul_cpu(null, null, &part, null, 1, 8, 0, 0) == BAD_SIZE);
-    CHECK(matmul_cpu(null, null, &part, null, 0, 8, 1, 0) == OK);
+    CHECK(matmul_cpu(null, null, &part, null, -1, 0, 8, 1, 0) == BAD_SIZE);
+    CHECK(matmul_cpu(null, null, &part, null, 1, 2, 8, 1, 0) == BAD_SIZE);
+    CHECK(matmul_cpu(null, null, &part, null, 1, -1, 8, 1, 0) == BAD_SIZE);
+    CHECK(matmul_cpu(null, null, &part, null, 1, 1, 8, 0, 0) == BAD_SIZE);
+    CHECK(matmul_cpu(null, null, &part, null, 0, 0, 8, 1, 0) == OK);
     CHECK(embed_cpu(null, &part, null, -1, 8) == BAD_SIZE && embed_cpu(null, &part, null, 0, 8) == OK);
 }
 
@@ -962,15 +979,16 @@ void far_panels_case(Random& random) {
 #if !defined(__SANITIZE_THREAD__)   // ThreadSanitizer writes down every byte that is read: 8 GB here
     const Part near = weights.part(), far = {F32, (beyond + 1) * PANEL, memory.at(0)};
     const Floats y = poison(PANEL), far_y = poison(far.O);
-    CHECK(matmul_cpu(y, x_TI, &near, nullptr, 1, I, 1, 0) == OK);
-    CHECK(matmul_cpu(far_y, x_TI, &far, nullptr, 1, I, 1, 0) == OK);
+    CHECK(matmul_cpu(y, x_TI, &near, nullptr, 1, 1, I, 1, 0) == OK);
+    CHECK(matmul_cpu(far_y, x_TI, &far, nullptr, 1, 1, I, 1, 0) == OK);
     CHECK(same(y, far_y + beyond * PANEL, PANEL) && same(far_y, filled(beyond * PANEL, 0), beyond * PANEL));
 #endif
 }
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    only = argc > 1 ? argv[1] : nullptr;
     cases("refused matrices", 1, refuse_matrices);
     cases("refused rows", 1, refuse_rows);
     cases("refused caches", 1, refuse_caches);

@@ -144,6 +144,7 @@ def test_aborting_neighbours_changes_nothing(loaded, params, alone):
     assert engine.cache.num_available == engine.cache.num_pages
 
 
+@pytest.mark.slow
 def test_every_prompt_and_answer_length_at_page_borders(llama):
     longest = run(llama, [list(range(n)) for n in range(1, 20)], SamplingParams(max_tokens=18, ignore_eos=True))
     for max_tokens in range(1, 18):
@@ -157,6 +158,13 @@ def test_bfloat16_and_float16_run(llama, tmp_path):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         loaded = load(tiny.tiny_llama(tmp_path / str(dtype)), dtype)
         assert [len(ids) for ids in run(loaded)] == [12] * 9
+
+
+def test_exact_pages_are_not_those_of_bfloat16(llama):
+    roots = [make_engine(llama, prefill=prefill).cache.root for prefill in ("exact", "bfloat16", "exact")]
+    assert roots[0] == roots[2] != roots[1]
+    with pytest.raises(ValueError, match="prefill is 'fast' but must be 'exact' or 'bfloat16'"):
+        EngineConfig(prefill="fast")
 
 
 def test_the_scheduler_learns_how_long_each_step_took(llama, monkeypatch):
@@ -410,6 +418,7 @@ def test_without_a_tokenizer_prompts_are_ids(llama):
         engine.submit([1], SamplingParams(stop=("x",)))
 
 
+@pytest.mark.slow
 def test_abort_and_submit_again_many_times(llama):
     engine = make_engine(llama, num_pages=20, max_step_tokens=8)
     for cycle in range(200):
@@ -422,6 +431,7 @@ def test_abort_and_submit_again_many_times(llama):
     assert len(engine.cache.free_rows) == engine.config.max_requests
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 14), st.booleans()), min_size=1, max_size=8),
        st.integers(1, 40), st.integers(10, 24), st.booleans())
@@ -526,6 +536,7 @@ class Operations(RuleBasedStateMachine):
         self.engine.cache.release(lease)
 
 
+@pytest.mark.slow
 def test_anything_in_any_order(loaded):
     Operations.loaded = loaded
     run_state_machine_as_test(Operations, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))

@@ -26,6 +26,7 @@ def transformers_config(family: str, values: dict):
     return getattr(transformers, {"llama": "LlamaConfig", "qwen2": "Qwen2Config"}[family])(**values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_defaults_are_those_of_transformers(family):
     """Settings that a config leaves out, or gives as null."""

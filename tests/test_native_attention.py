@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kernels
 import native as native_module
+from instructions import BEST, PARAMS
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 30, torch.int8: 24}
 OK, BAD_FORMAT, BAD_SIZE, BAD_INDEX = range(4)
@@ -23,15 +24,13 @@ POISON = math.nan
 def library():
     library = ctypes.CDLL(str(native_module.library()))
     yield library
-    for level in (0, 1):  # the best there is
-        library.set_isa_cpu(ctypes.c_int64(level))
+    library.set_isa_cpu(ctypes.c_int64(BEST))
 
 
-@pytest.fixture(scope="module", params=["plain", "avx2"])
+@pytest.fixture(scope="module", params=PARAMS)
 def native(library, request):
     """The library with one instruction set."""
-    if status(library.set_isa_cpu, ["plain", "avx2"].index(request.param)) != OK:
-        pytest.skip(f"this CPU lacks {request.param}")
+    call(library.set_isa_cpu, request.param)
     call(library.set_threads_cpu, 2)
     library.kv_head_bytes_cpu.restype = ctypes.c_int64
     return library
@@ -282,6 +281,7 @@ def test_int8_rounds_as_the_reference(native, B):
     assert reference.v_scale.flatten(0, 1)[slot_T[4:8]].isnan().tolist() == [[False, True], [True, False]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("A", [64, 128])
 def test_attention_errs_with_an_int8_cache_as_theory_says(native, A):
     """Rounding adds to each number of a key or value an error that is spread evenly over its scale s, of variance

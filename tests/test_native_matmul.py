@@ -11,6 +11,7 @@ import torch
 
 import native as native_module
 import quant
+from instructions import BEST, LEVELS, PARAMS
 
 # Where each format keeps its float16 fields, which random bytes would make huge or not finite.
 HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
@@ -32,21 +33,20 @@ def open_library() -> ctypes.CDLL:
     native.pack_bytes_cpu.restype = i64
     native.pack_bytes_cpu.argtypes = (i32, i64, i64)
     native.pack_cpu.argtypes = (pointer, pointer, i32, i64, i64)
-    native.matmul_cpu.argtypes = (pointer, pointer, pointer, pointer, i64, i64, i64, ctypes.c_int)
+    native.matmul_cpu.argtypes = (pointer, pointer, pointer, pointer, i64, i64, i64, i64, ctypes.c_int)
     native.embed_cpu.argtypes = (pointer, pointer, pointer, i64, i64)
     native.set_threads_cpu.argtypes = native.set_isa_cpu.argtypes = (i64,)
     return native
 
 
 native = open_library()
-ISAS = [level for level in (0, 1) if native.set_isa_cpu(level) == 0]
 
 
 @pytest.fixture(autouse=True)
 def defaults():
     yield
     native.set_threads_cpu(2)
-    native.set_isa_cpu(ISAS[-1])
+    native.set_isa_cpu(BEST)
 
 
 def random_raw(format: str, num_outputs: int, num_inputs: int, seed: int = 0) -> np.ndarray:
@@ -89,7 +89,7 @@ class Matrix:
         self.part = Part(code, num_outputs, self.packed.ctypes.data)
 
 
-def matmul(x_TI: np.ndarray, *matrices: Matrix, bias_O=None, y_TO=None) -> np.ndarray:
+def matmul(x_TI: np.ndarray, *matrices: Matrix, bias_O=None, y_TO=None, num_exact=None) -> np.ndarray:
     """The product, or with y_TO that plus the product."""
     x_TI = np.ascontiguousarray(x_TI, np.float32)
     parts = (Part * len(matrices))(*(matrix.part for matrix in matrices))
@@ -99,7 +99,8 @@ def matmul(x_TI: np.ndarray, *matrices: Matrix, bias_O=None, y_TO=None) -> np.nd
     if y_TO is not None:
         y[:] = y_TO
     bias = None if bias_O is None else bias_O.ctypes.data
-    sizes = *x_TI.shape, len(parts)
+    num_rows, num_inputs = x_TI.shape
+    sizes = num_rows, num_rows if num_exact is None else num_exact, num_inputs, len(parts)
     assert native.matmul_cpu(y.ctypes.data, x_TI.ctypes.data, parts, bias, *sizes, y_TO is not None) == 0
     assert np.isnan(out[y.size :]).all(), "matmul wrote beyond its rows"
     return y
@@ -155,7 +156,7 @@ def test_packing_loses_nothing(format, num_outputs):
 
 
 @each_format
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PARAMS)
 @pytest.mark.parametrize("num_inputs", (256, 8960))
 def test_products_are_right(format, isa, num_inputs):
     native.set_isa_cpu(isa)
@@ -174,7 +175,7 @@ def test_quantizing_x_costs_what_eight_bits_cost(format):
 
 
 @each_format
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PARAMS)
 def test_a_row_has_the_same_bits_in_every_company(format, isa):
     native.set_isa_cpu(isa)
     matrix, x_TI = Matrix(format, 83, 768), random_x(300, 768)
@@ -188,20 +189,36 @@ def test_a_row_has_the_same_bits_in_every_company(format, isa):
 
 
 @each_quantized
-@pytest.mark.skipif(len(ISAS) < 2, reason="this CPU knows one kind of instructions only")
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this CPU knows one kind of instructions only")
 def test_all_instructions_give_the_same_bits(format):
-    matrix, x_TI = Matrix(format, 83, 768), random_x(11, 768)
+    matrix, x_TI = Matrix(format, 83, 768), random_x(70, 768)
     bias_O = random_x(1, 83)[0].astype(np.float32)
-    for rows in (x_TI, x_TI[:1]):
+    for num_rows in (1, 3, 11, 17, 70):
         results = []
-        for isa in ISAS:
+        for isa in LEVELS:
             native.set_isa_cpu(isa)
-            results.append(matmul(rows, matrix, bias_O=bias_O))
-        assert same_bits(*results)
+            results.append(matmul(x_TI[:num_rows], matrix, bias_O=bias_O))
+        assert all(same_bits(results[0], other) for other in results[1:])
+
+
+@each_format
+@pytest.mark.parametrize("isa", PARAMS)
+@pytest.mark.parametrize("num_exact", (0, 5, 39))
+def test_rows_from_num_exact_on_are_as_exact_as_bfloat16(format, isa, num_exact):
+    native.set_isa_cpu(isa)
+    matrices, x_TI = [Matrix(format, 37, 768), Matrix(format, 5, 768, seed=1)], random_x(40, 768)
+    bias_O, before = (random_x(rows, 42).astype(np.float32) for rows in (1, 40))
+    mixed = matmul(x_TI, *matrices, bias_O=bias_O, y_TO=before, num_exact=num_exact)
+    assert same_bits(mixed[:num_exact], matmul(x_TI[:num_exact], *matrices, bias_O=bias_O, y_TO=before[:num_exact]))
+    weight_OI = np.concatenate([matrix.weight_OI for matrix in matrices])
+    exact_TO = before + bias_O + x_TI @ weight_OI.T
+    # Both factors are off by at most 2^-9; errors of 768 products mostly cancel.
+    tolerance_TO = 2**-8 * np.sqrt(x_TI**2 @ (weight_OI**2).T) * 4
+    assert (np.abs(mixed - exact_TO) < tolerance_TO)[num_exact:].all()
 
 
 @each_quantized
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PARAMS)
 def test_the_largest_quants_do_not_saturate(format, isa):
     native.set_isa_cpu(isa)
     for fill in (0x00, 0xFF, 0x80, 0x7F):
@@ -218,7 +235,7 @@ def test_subnormal_scales_count():
     raw = random_raw("q4_0", 16, 256).reshape(-1, 18)
     raw[:, :2] = np.random.default_rng(0).integers(0, 1024, (len(raw), 1)).astype(np.uint16).view(np.uint8)
     matrix, x_TI = Matrix("q4_0", 16, 256, raw=raw.ravel()), random_x(5, 256)
-    for isa in ISAS:
+    for isa in LEVELS:
         native.set_isa_cpu(isa)
         assert_close(matmul(x_TI, matrix), x_TI, matrix, "q4_0")
 
@@ -238,7 +255,7 @@ def test_parts_stand_side_by_side(num_rows):
 
 
 @each_format
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PARAMS)
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
 def test_numbers_that_are_not_finite_stay_in_their_row(format, isa, bad):
     native.set_isa_cpu(isa)
@@ -253,7 +270,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(format, isa, bad):
         assert same_bits(y_TO[others], clean[others])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PARAMS)
 @pytest.mark.parametrize("size", (0, -0.0, 1e-45, 1e-38, 1e-37, 2.0**-120, 1e-30, 1e30))
 def test_tiny_and_huge_inputs(isa, size):
     native.set_isa_cpu(isa)
@@ -299,7 +316,7 @@ def test_what_cannot_be_served_is_refused():
         expected = BAD_SIZE if code == q4_k else BAD_FORMAT
         assert native.pack_cpu(None, None, code, num_outputs, num_inputs) == expected
         part = Part(code, num_outputs, None)
-        assert native.matmul_cpu(None, None, ctypes.byref(part), None, 1, num_inputs, 1, 0) == expected
+        assert native.matmul_cpu(None, None, ctypes.byref(part), None, 1, 1, num_inputs, 1, 0) == expected
         assert native.embed_cpu(None, ctypes.byref(part), None, 1, num_inputs) == expected
     matrix, x_TD = Matrix("q4_k", 16, 256), np.empty((1, 256), np.float32)
     for token in (-1, 16):

@@ -104,6 +104,7 @@ def test_a_task_that_fails_is_not_the_end(make):
             fake.run([[1]], 8, 1)
 
 
+@pytest.mark.slow
 def test_patience_ends(make, monkeypatch):
     monkeypatch.setattr(peer, "PATIENCE_S", 3)
     with pytest.raises(ValueError, match="^no answer within 3 s$"):

@@ -136,7 +136,7 @@ def test_values_out_of_range_are_bad_usage(call, words):
 
 @pytest.mark.parametrize("words", [
     "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--verify rejection",
-    "--verify block", "--tp 2", "--pp 2", "--dp 2", "--prefill bfloat16", "--device cuda",
+    "--verify block", "--tp 2", "--pp 2", "--dp 2", "--device cuda",
 ])
 def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")
@@ -528,6 +528,7 @@ def test_text_is_utf8_whatever_the_locale(abc, tmp_path, env):
     assert decoding.communicate(timeout=30) == (text.encode(), b"")
 
 
+@pytest.mark.slow
 def test_nothing_of_stderr_lands_on_stdout(abc):
     command = f"{sys.executable} {ROOT / 'run.py'} -m {abc} -p x -n 3 -t 1 --stats 2>&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)

@@ -252,6 +252,7 @@ def test_a_whole_word_wins_over_merges_where_the_model_says_so(ignore_merges, tm
         assert [ours.piece(token_id) for token_id in ours.encode("abc")] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a" * 200_000, "ab" * 100_000, " " * 200_000, "word " * 100_000],
                          ids=["a", "ab", "blanks", "words"])
 def test_long_text_without_a_break_is_not_quadratic(text, greedy_bpe, spm):

@@ -76,11 +76,7 @@ int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_fo
         *next_block++ = block;
     });
 
-#if defined(__x86_64__)
-    const auto run = isa() == AVX2 ? avx2::attend : plain::attend;
-#else
-    const auto run = plain::attend;
-#endif
+    const auto run = PICK(attend);
     parallel(num_items, [&](int64_t i) { run(call, items[i], cache_format); });
     return OK;
 }

@@ -53,5 +53,6 @@ inline Sight sight(const Attention& call, int64_t request, int64_t row) {
 
 namespace plain { void attend(const Attention& call, const Item& item, int32_t cache_format); }
 namespace avx2 { void attend(const Attention& call, const Item& item, int32_t cache_format); }
+namespace avx512 { void attend(const Attention& call, const Item& item, int32_t cache_format); }
 
 }  // namespace quire

@@ -17,12 +17,6 @@
 #include "isa.h"
 #include "pool.h"
 
-#if defined(__x86_64__)
-#define PICK(call) (isa() == AVX2 ? avx2::call : plain::call)
-#else
-#define PICK(call) plain::call
-#endif
-
 namespace quire {
 namespace {
 

@@ -26,6 +26,7 @@ constexpr int64_t BLOCK = 32;
 
 namespace plain { DRAW_PASSES(float) DRAW_PASSES(double) }
 namespace avx2 { DRAW_PASSES(float) DRAW_PASSES(double) }
+namespace avx512 { DRAW_PASSES(float) DRAW_PASSES(double) }
 
 #undef DRAW_PASSES
 

@@ -9,5 +9,5 @@ namespace quire::avx2 {
 #include "draw.inc"
 }
 
-#include "end_avx2.inc"
+#include "end_target.inc"
 #endif

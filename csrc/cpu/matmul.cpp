@@ -12,28 +12,31 @@ namespace {
 // with 4 is 3 % slower than with 2, with 8 another 8 %. For many rows more tasks even out what disturbs a core.
 constexpr int64_t FEW_ROWS = 8, TASKS_FEW_ROWS = 2, TASKS_MANY_ROWS = 8;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Kernels {
+    decltype(&plain::most_height) most_height;
     decltype(&plain::quantize) quantize;
-    decltype(&plain::multiply) multiply;
+    decltype(&plain::multiply) multiply, multiply_bfloat;
+    decltype(&amx::round_rows) round_rows;  // null if x is read as it is
 };
 
 Kernels kernels() {
+#define KERNELS(isa) isa::most_height, isa::quantize, isa::multiply, isa::multiply_bfloat
 #if defined(__x86_64__)
-    if (isa() == AVX2) return {avx2::quantize, avx2::multiply};
+    if (isa() == AMX) return {KERNELS(amx), amx::round_rows};
+    if (isa() == AVX512) return {KERNELS(avx512), nullptr};
+    if (isa() == AVX2) return {KERNELS(avx2), nullptr};
 #endif
-    return {plain::quantize, plain::multiply};
+    return {KERNELS(plain), nullptr};
 }
 
 // Panels `start` to `end`, counted through all parts.
-void multiply_parts(const Kernels& kernels, const Matmul& call, const Part* parts, int64_t start, int64_t end,
-                    int64_t start_row, int64_t num_rows) {
+void multiply_parts(decltype(&plain::multiply) multiply, const Matmul& call, const Part* parts, int64_t start,
+                    int64_t end, int64_t start_row, int64_t num_rows) {
     int64_t column = 0;
     for (; end > 0; parts++) {
         const int64_t count = num_panels(parts->O);
         if (start < count)
-            kernels.multiply(call, *parts, {column, start, std::min(end, count), start_row, num_rows});
+            multiply(call, *parts, {column, start, std::min(end, count), start_row, num_rows});
         start = std::max<int64_t>(start - count, 0);
         end -= count;
         column += parts->O;
@@ -42,16 +45,43 @@ void multiply_parts(const Kernels& kernels, const Matmul& call, const Part* part
 
 Status quantize_rows(const Kernels& kernels, Matmul& call, int64_t T) {
     const int64_t num_groups = call.I / GROUP, rows_a_task = divide_up(64, num_groups);
-    auto* x_TJ = static_cast<Activations*>(workspace(ACTIVATIONS, (T + 1) * num_groups * sizeof(Activations)));
-    if (!x_TJ) return NO_MEMORY;
-    std::fill_n(x_TJ + T * num_groups, num_groups, Activations{});     // a row that may be computed with the last three
-    const float* x_TI = call.x_TI;
+    int64_t height = 1;
+    while (height < T && height < kernels.most_height()) height *= 2;
+    const int64_t num_tiles = divide_up(T, height), tile_bytes = num_groups * height * Group::ROW_BYTES;
+    auto* const memory = static_cast<uint8_t*>(workspace(ACTIVATIONS, num_tiles * tile_bytes));
+    if (!memory) return NO_MEMORY;
+    if (T % height) std::fill_n(memory + (num_tiles - 1) * tile_bytes, tile_bytes, uint8_t{0});
+    const Group x = call.x = {memory, height};
+    const float* const x_TI = call.x_TI;
     parallel(divide_up(T, rows_a_task), [=](int64_t task) {
-        const int64_t row = task * rows_a_task, count = std::min(rows_a_task, T - row);
-        kernels.quantize(x_TJ + row * num_groups, x_TI + row * num_groups * GROUP, count * num_groups);
+        for (int64_t row = task * rows_a_task; row < std::min(T, (task + 1) * rows_a_task); row++)
+            kernels.quantize(x + row / height * num_groups, row % height, x_TI + row * num_groups * GROUP,
+                             num_groups * GROUP);
     });
-    call.x_TJ = x_TJ;
     return OK;
+}
+
+Status round_rows(const Kernels& kernels, Matmul& call, int64_t T) {
+    const int64_t num_tiles = bfloat_tiles(T, call.I), steps = divide_up(call.I, GROUP);
+    auto* const tiles = static_cast<uint16_t*>(workspace(ACTIVATIONS, num_tiles * BFLOAT_TILE * sizeof(uint16_t)));
+    if (!tiles) return NO_MEMORY;
+    call.x_tiles = tiles;
+    parallel(num_tiles / steps, [&](int64_t tile) { kernels.round_rows(tiles, call.x_TI, T, call.I, tile); });
+    return OK;
+}
+
+// All rows, cut into shares of `most_rows` and of as many panels as give each thread its tasks.
+void multiply_rows(decltype(&plain::multiply) multiply, const Matmul& call, const Part* parts, int64_t all_panels,
+                   int64_t T, int64_t most_rows) {
+    const int64_t row_tasks = divide_up(T, most_rows);
+    const int64_t tasks_a_thread = T <= FEW_ROWS ? TASKS_FEW_ROWS : TASKS_MANY_ROWS;
+    const int64_t panels_a_task = divide_up(all_panels * row_tasks, tasks_a_thread * num_threads());
+    const int64_t panel_tasks = divide_up(all_panels, panels_a_task);
+    parallel(row_tasks * panel_tasks, [&](int64_t task) {
+        const int64_t start = task % panel_tasks * panels_a_task, row = task / panel_tasks * most_rows;
+        multiply_parts(multiply, call, parts, start, std::min(start + panels_a_task, all_panels), row,
+                       std::min(T - row, most_rows));
+    });
 }
 
 }  // namespace
@@ -59,10 +89,10 @@ Status quantize_rows(const Kernels& kernels, Matmul& call, int64_t T) {
 
 using namespace quire;
 
-int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* bias_O, int64_t T, int64_t I,
-               int64_t num_parts, int accumulate) {
-    if (T < 0 || num_parts < 1) return BAD_SIZE;
-    Matmul call{y_TO, x_TI, nullptr, bias_O, 0, I, accumulate != 0};
+int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* bias_O, int64_t T, int64_t num_exact,
+               int64_t I, int64_t num_parts, int accumulate) {
+    if (T < 0 || num_exact < 0 || num_exact > T || num_parts < 1) return BAD_SIZE;
+    Matmul call{y_TO, x_TI, {}, nullptr, bias_O, 0, I, accumulate != 0};
     int64_t all_panels = 0;
     bool any_quantized = false;
     for (int64_t i = 0; i < num_parts; i++) {
@@ -73,18 +103,17 @@ int matmul_cpu(float* y_TO, const float* x_TI, const Part* parts, const float* b
         all_panels += num_panels(parts[i].O);
         any_quantized |= form.quantized();
     }
-    if (T == 0) return OK;
     const Kernels kernels = quire::kernels();
-    if (any_quantized)
-        if (const Status status = quantize_rows(kernels, call, T)) return status;
-    const int64_t row_tasks = divide_up(T, MOST_ROWS);
-    const int64_t tasks_a_thread = T <= FEW_ROWS ? TASKS_FEW_ROWS : TASKS_MANY_ROWS;
-    const int64_t panels_a_task = divide_up(all_panels * row_tasks, tasks_a_thread * num_threads());
-    const int64_t panel_tasks = divide_up(all_panels, panels_a_task);
-    parallel(row_tasks * panel_tasks, [&](int64_t task) {
-        const int64_t start = task % panel_tasks * panels_a_task, row = task / panel_tasks * MOST_ROWS;
-        multiply_parts(kernels, call, parts, start, std::min(start + panels_a_task, all_panels), row,
-                       std::min(T - row, MOST_ROWS));
-    });
+    if (num_exact > 0) {
+        if (any_quantized)
+            if (const Status status = quantize_rows(kernels, call, num_exact)) return status;
+        multiply_rows(kernels.multiply, call, parts, all_panels, num_exact, MOST_ROWS);
+    }
+    if (num_exact < T) {
+        call.y_TO += num_exact * call.O, call.x_TI += num_exact * I;
+        if (kernels.round_rows)
+            if (const Status status = round_rows(kernels, call, T - num_exact)) return status;
+        multiply_rows(kernels.multiply_bfloat, call, parts, all_panels, T - num_exact, MOST_BFLOAT_ROWS);
+    }
     return OK;
 }

@@ -76,25 +76,35 @@ constexpr bool serves(const Layout& form, int64_t O, int64_t I) {
     return form.bits && O > 0 && I > 0 && I % form.block() == 0;
 }
 
-// One group of a row of activations: x = scale * q.
-struct Activations {
-    int8_t q[GROUP];
-    float scale;
-    float sum;              // scale * (the sum of all q)
-    int16_t half_sums[2];   // of the first and the last 16 q
-    int32_t whole_sum;
+// One group of a tile of x rounded to 8 bits, x = scale * q. A tile has `height` rows, the power of two that holds all
+// rows, but no more than the instructions work on at a time; the last tile is filled up with rows of zeros. A group
+// holds all rows' q, then all their scales, and so on: AMX reads the q of 16 rows at once. The groups of a tile follow
+// each other, then comes the next tile.
+struct Group {
+    uint8_t* start;
+    int64_t height;
+
+    static constexpr int64_t ROW_BYTES = GROUP + 16;
+
+    int8_t* q(int64_t row) const { return reinterpret_cast<int8_t*>(start) + GROUP * row; }
+    float* scale() const { return reinterpret_cast<float*>(start + GROUP * height); }
+    float* sum() const { return scale() + height; }                                            // scale * whole_sum
+    int32_t* whole_sum() const { return reinterpret_cast<int32_t*>(sum() + height); }          // of all q
+    int16_t* half_sums() const { return reinterpret_cast<int16_t*>(whole_sum() + height); }    // first, last 16 q
+    Group operator+(int64_t groups) const { return {start + groups * ROW_BYTES * height, height}; }
 };
 
 struct Matmul {
     float* y_TO;
     const float* x_TI;
-    const Activations* x_TJ;    // J = I / 32 groups; null if all weights are plain
+    Group x;                    // x rounded: the first group of its first tile; unset if all weights are plain
+    const uint16_t* x_tiles;    // x in bfloat16, if AMX reads it so
     const float* bias_O;        // may be null
     int64_t O, I;               // O: of all parts
     bool accumulate;
 };
 
-constexpr int64_t MOST_ROWS = 128;      // of a share: L1 holds their sums for one panel
+constexpr int64_t MOST_ROWS = 128;      // of a share: L1 holds their sums for one panel. A multiple of 16
 
 // What of a part to compute: some of its panels, for some rows.
 struct Share {
@@ -103,14 +113,27 @@ struct Share {
     int64_t start_row, num_rows;
 };
 
-// One variant for each kind of instructions.
-namespace plain {
-void quantize(Activations* x_TJ, const float* x_TI, int64_t num_groups);
-void multiply(const Matmul& call, const Part& part, const Share& share);
-}  // namespace plain
-namespace avx2 {
-void quantize(Activations* x_TJ, const float* x_TI, int64_t num_groups);
-void multiply(const Matmul& call, const Part& part, const Share& share);
-}  // namespace avx2
+constexpr int64_t MOST_BFLOAT_ROWS = 512;   // of a share in bfloat16: for so many rows weights are dequantized once
+
+// With AMX x is rounded to bfloat16 in tiles of 16 rows x 32 inputs (1 KB), filled up with zeros, all of a tile of rows
+// before the next; of these there is an even number.
+constexpr int64_t BFLOAT_TILE = 16 * GROUP;
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t bfloat_tiles(int64_t T, int64_t I) { return divide_up(T, 32) * 2 * divide_up(I, GROUP); }
+
+// One variant for each kind of instructions. `quantize` rounds one row of x into tiles of at most `most_height` rows,
+// `multiply` computes a share.
+#define MATMUL                                                                    \
+    int64_t most_height();                                                        \
+    void quantize(Group to, int64_t row, const float* x, int64_t I);              \
+    void multiply(const Matmul& call, const Part& part, const Share& share);      \
+    void multiply_bfloat(const Matmul& call, const Part& part, const Share& share);
+namespace plain { MATMUL }
+namespace avx2 { MATMUL }
+namespace avx512 { MATMUL }
+namespace amx { MATMUL
+    void round_rows(uint16_t* x_tiles, const float* x_TI, int64_t T, int64_t I, int64_t tile);  // one tile of rows
+}
+#undef MATMUL
 
 }  // namespace quire

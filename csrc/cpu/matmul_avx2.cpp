@@ -9,8 +9,9 @@
 
 namespace quire::avx2 {
 #include "vec.inc"
+#include "panels.inc"
 #include "matmul.inc"
 }
 
-#include "end_avx2.inc"
+#include "end_target.inc"
 #endif

@@ -6,5 +6,6 @@
 
 namespace quire::plain {
 #include "vec.inc"
+#include "panels.inc"
 #include "matmul.inc"
 }

@@ -5,12 +5,6 @@
 #include "isa.h"
 #include "pool.h"
 
-#if defined(__x86_64__)
-#define PICK(function) (isa() == AVX2 ? avx2::function : plain::function)
-#else
-#define PICK(function) plain::function
-#endif
-
 namespace quire {
 namespace {
 

@@ -11,6 +11,7 @@ namespace quire {
 
 namespace plain { ROW_OPERATIONS }
 namespace avx2 { ROW_OPERATIONS }
+namespace avx512 { ROW_OPERATIONS }
 
 #undef ROW_OPERATIONS
 

@@ -12,5 +12,5 @@ namespace quire::avx2 {
 #include "ops.inc"
 }
 
-#include "end_avx2.inc"
+#include "end_target.inc"
 #endif

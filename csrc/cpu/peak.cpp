@@ -16,9 +16,9 @@ double peak_cpu(int32_t format, double seconds) {
     constexpr int64_t ROUNDS = 10000;   // some 50 us between two looks at the clock
     const Layout form = layout(format);
     if (!form.bits) return 0;
-    auto* loop = form.quantized() ? plain::int8_operations : plain::float_operations;
+    auto* loop = form.quantized() ? PICK(int8_operations) : PICK(float_operations);
 #if defined(__x86_64__)
-    if (isa() >= AVX2) loop = form.quantized() ? avx2::int8_operations : avx2::float_operations;
+    if (isa() == AMX && form.quantized()) loop = amx::int8_operations;
 #endif
     const auto start = Clock::now();
     const auto elapsed = [start] { return std::chrono::duration<double>(Clock::now() - start).count(); };

@@ -4,13 +4,13 @@
 
 namespace quire {
 
-namespace plain {
-double float_operations(int64_t rounds);
-double int8_operations(int64_t rounds);
-}  // namespace plain
-namespace avx2 {
-double float_operations(int64_t rounds);
-double int8_operations(int64_t rounds);
-}  // namespace avx2
+#define LOOPS                                 \
+    double float_operations(int64_t rounds); \
+    double int8_operations(int64_t rounds);
+namespace plain { LOOPS }
+namespace avx2 { LOOPS }
+namespace avx512 { LOOPS }
+namespace amx { double int8_operations(int64_t rounds); }
+#undef LOOPS
 
 }  // namespace quire

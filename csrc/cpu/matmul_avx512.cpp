@@ -1,0 +1,17 @@
+// matmul.inc for x86-64 CPUs with AVX-512.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "matmul.h"
+
+#include "avx512.inc"
+#define LANES 16
+
+namespace quire::avx512 {
+#include "vec.inc"
+#include "panels.inc"
+#include "matmul.inc"
+}
+
+#include "end_target.inc"
+#endif
