@@ -286,8 +286,9 @@ def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
 @dataclass(frozen=True, eq=False)
 class Draft:
     """Tokens that may follow a request's own, and the distributions that they were really drawn from: (K, V) float64,
-    as wide as the logits. None: each was certain, as an n-gram's tokens or a model's likeliest are. To "rejection" and
-    "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none."""
+    as wide as the logits. None: taken as certain, which is right of any, but fewer of those that were drawn stand. To
+    "rejection" and "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none.
+    """
 
     ids: tuple[int, ...] = ()
     probs_KV: Tensor | None = None

@@ -78,7 +78,8 @@ def decode_with_drafts(model, prompts, samplers, length, drafter, method="couple
 KINDS = [{}, {"temperature": 1}, {"temperature": 0.7, "top_p": 0.9, "logprobs": 2}, {"temperature": 2, "top_k": 5},
          {"repetition_penalty": 1.8}, {"temperature": 1, "repetition_penalty": 0.6, "min_p": 0.05},
          {"presence_penalty": 1.5, "frequency_penalty": 0.7, "logprobs": 0}, {"temperature": 1, "frequency_penalty": 2},
-         {"min_tokens": 6, "logit_bias": ((3, 9.0), (4, -math.inf))}, {"temperature": 1, "min_tokens": 4},
+         {"min_tokens": 6, "logit_bias": ((3, 9.0), (4, -math.inf))},
+         {"temperature": 1, "min_tokens": 4, "logit_bias": ((5, 4.0),)},
          {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "min_tokens": 6, "logit_bias": ((2, 3.0),)}]
 
 
@@ -97,7 +98,7 @@ def test_coupled_tokens_are_those_without_drafts(request, ops_name, seed):
     plain = [decode(model, prompt, own, length + 9) for prompt, own in zip(prompts, samplers_of_all_kinds(prompts))]
 
     def drafter(r, tokens, round):
-        dice = torch.Generator().manual_seed(1000 * round + r)
+        dice = torch.Generator().manual_seed(hash((seed, round, r)) % 2**62)
         K, num_right = (int(torch.randint(0, 9, (), generator=dice)) for _ in range(2))
         at = len(tokens) - len(prompts[r])
         ids = [drawn.id for drawn in plain[r][at : at + K]]
@@ -204,8 +205,9 @@ def test_drafts_that_the_tokenizer_does_not_know_never_stand(method):
     ({"temperature": 1, "logit_bias": tuple((id, -math.inf) for id in range(4))}, [0, 0, 0, 0]),
     ({"logit_bias": tuple((id, -math.inf) for id in range(4))}, [0, 0, 0, 0])])
 def test_distribution_by_hand(fields, expected):
-    p_LV = distribution(QUARTET[None], [sampler(**fields).rules])
-    assert p_LV.dtype == torch.float64 and p_LV[0].tolist() == pytest.approx(expected, abs=1e-7)
+    logits_LV = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).log()
+    p_LV = distribution(logits_LV, [sampler(**fields).rules])
+    assert p_LV.dtype == torch.float64 and p_LV[0].tolist() == pytest.approx(expected, abs=1e-15)
     assert [p > 0 for p in p_LV[0].tolist()] == [p > 0 for p in expected]
 
 
@@ -427,8 +429,7 @@ def counts_of_answers(method, target, drafter, length, num_answers, ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("method, drafts", [("rejection", "certain"), ("rejection", "any"), ("block", "any")])
 def test_answers_follow_the_distribution(native_ops, remembered_distributions, method, drafts):
-    """50,000 tokens in 12,500 answers of four, each with its own seed, from rounds of three and two drafts by turns.
-    Rounds meet the same positions again, so a number that was looked at twice would show."""
+    """50,000 tokens in 12,500 answers of four, each with its own seed, from rounds of three and two drafts by turns."""
     target, num_answers, q = Target(3, seed=3, spread=1, **TARGETS["all"]), 12_500, DRAFTERS[drafts](2, 3)
 
     def drafter(r, tokens, round):
@@ -439,10 +440,22 @@ def test_answers_follow_the_distribution(native_ops, remembered_distributions, m
     assert chi_square_is_usual(counts, {ids: num_answers * p for ids, p in target.joint(4).items()})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SAMPLED)
+def test_rounds_look_at_no_number_twice(native_ops, remembered_distributions, method):
+    """Rounds meet positions again that earlier ones had drafts for. Where p is flat and q steep, "block" with coins or
+    drafts keyed by position alone is off by a twentieth of the probability."""
+    target, num_answers = Target(2, spread=0.1), 12_500
+    q = cache(lambda ids: torch.tensor([0.9, 0.1], dtype=torch.float64))
+    counts = counts_of_answers(method, target, lambda r, tokens, round: drafted(r, len(tokens), q, 3), 4, num_answers,
+                               native_ops)
+    assert chi_square_is_usual(counts, {ids: num_answers * p for ids, p in target.joint(4).items()})
+
+
 @pytest.mark.parametrize("method", SAMPLED)
 def test_first_tokens_follow_the_distribution(native_ops, remembered_distributions, method):
     """A quick look at what the slow test looks at closely."""
-    target, num_answers = Target(3, seed=3, top_p=0.9, presence_penalty=1.0), 600
+    target, num_answers = Target(3, seed=3, spread=1, top_p=0.9, presence_penalty=1.0), 600
     q = any_q(2, 3)
     counts = counts_of_answers(method, target, lambda r, tokens, round: drafted(r, len(tokens), q, 2), 2, num_answers,
                                native_ops)
@@ -450,21 +463,30 @@ def test_first_tokens_follow_the_distribution(native_ops, remembered_distributio
 
 
 @pytest.mark.parametrize("method", SAMPLED)
+def test_drafts_from_the_draws_own_distribution_all_stand(method):
+    """Which as certain ones they would not: the distributions that are given are those that are used."""
+    target = Target(4, seed=3, spread=1, **TARGETS["penalties"])
+    for seed in range(40):
+        draft = drafted(seed, 1, q_is_p(target), 4)
+        rows_LV = torch.stack(target.model.rows(target.prompt, draft.ids))
+        got, = accept(rows_LV, [draft], [target.new_sampler(seed)], [1], method)
+        assert [drawn.id for drawn in got[:4]] == list(draft.ids) and len(got) == 5
+
+
+@pytest.mark.parametrize("method", SAMPLED)
 def test_the_coin_decides_and_the_residual_replaces(method):
     """With the numbers of (seed, position, purpose) that the documentation names, and no others."""
-    logits_LV = torch.stack((QUARTET, QUARTET))
-    outcomes = set()
+    logits_LV, id_C, outcomes = QUARTET.expand(3, -1), torch.tensor([0, 1, 2]), Counter()
     for seed in range(60):
-        got, = accept(logits_LV, [Draft((2,))], [sampler(temperature=1, seed=seed)], [5], method)
-        if coin(noise_key(seed, 5, "coin")) < 0.3:
-            bonus, = draw(logits_LV[1:], [sampler(temperature=1, seed=seed)], [6])
-            expected = [2, bonus.id]
+        got, = accept(logits_LV, [Draft((3, 3))], [sampler(temperature=1, seed=seed)], [5], method)
+        num_kept = sum(coin(noise_key(seed, 5, "coin")) < chance for chance in (0.4, 0.4 * 0.4))
+        if num_kept == 2:
+            last = draw(logits_LV[2:], [sampler(temperature=1, seed=seed)], [7])[0].id
         else:
-            id_C = torch.tensor([0, 1, 3])
-            expected = [int(id_C[(QUARTET[id_C] + gumbel(noise_key(seed, 5, "residual"), id_C)).argmax()])]
-        assert [drawn.id for drawn in got] == expected
-        outcomes.add(tuple(expected))
-    assert len(outcomes) > 5
+            last = int(id_C[(QUARTET[:3] + gumbel(noise_key(seed, 5 + num_kept, "residual"), id_C)).argmax()])
+        assert [drawn.id for drawn in got] == [3] * num_kept + [last]
+        outcomes[num_kept, last] += 1
+    assert {kept for kept, _ in outcomes} == {0, 1, 2} and len(outcomes) > 6
 
 
 @pytest.mark.parametrize("method", SAMPLED)
