@@ -234,21 +234,40 @@ def draw(x_LV: Tensor, rules: Sequence[DrawRules], keys: Sequence[int]) -> Tenso
     return torch.tensor(drawn, dtype=torch.int64)
 
 
+def distribution(x_LV: Tensor, rules: Sequence[DrawRules]) -> Tensor:
+    """What `draw` draws from, row by row: p_LV float64; a row of zeros where `draw` has nothing to draw from."""
+    p_LV = torch.zeros(x_LV.shape, dtype=torch.float64)
+    for p_V, x_V, best, row_rules in zip(p_LV, x_LV, argmax(x_LV).tolist(), rules, strict=True):
+        if best >= 0:
+            id_C, scaled_C = _weighed(x_V, row_rules)
+            p_V[id_C] = torch.softmax(scaled_C, 0)
+    return p_LV
+
+
 def _draw_row(x_V: Tensor, best: int, rules: DrawRules, key: int) -> int:
     """Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax. `best`: the row's argmax."""
     is_plain_argmax = rules.temperature == 0 and rules.leave_logits_alone and best < rules.vocab
     if best < 0 or is_plain_argmax:
         return best
+    id_C, scaled_C = _weighed(x_V, rules)
+    if len(id_C) < 2:
+        return int(id_C) if len(id_C) else -1
+    return int(id_C[(scaled_C + gumbel(key, id_C)).argmax()])
+
+
+def _weighed(x_V: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+    """The ids to draw from, ascending, and the numbers whose softmax are their probabilities: none where no logit is
+    finite, and at temperature 0 one."""
     x_V = adjusted(x_V, rules)
     top = x_V.max()
     if not top.isfinite():
-        return -1
+        return torch.empty(0, dtype=torch.int64), x_V[:0]
     if rules.temperature == 0:
-        return int(x_V.argmax())
+        return x_V.argmax()[None], top[None]
     # The largest becomes 0 before the division: a tiny temperature then sends the others to -inf, never to +inf.
     scaled_V = (x_V - top) / rules.temperature
     id_C = candidates(scaled_V, rules)
-    return int(id_C[(scaled_V[id_C] + gumbel(key, id_C)).argmax()])
+    return id_C, scaled_V[id_C]
 
 
 def adjusted(x_V: Tensor, rules: DrawRules) -> Tensor:

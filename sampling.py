@@ -1,17 +1,20 @@
-"""From logits to a token: sampling parameters, what penalties remember, the keys of randomness, log-probabilities.
+"""From logits to tokens: sampling parameters, what penalties remember, the keys of randomness, log-probabilities, and
+which drafts stand.
 
 Owns which fields there are and what each request's are. The draw itself, kernels.draw, is an operation like others.
-Knows nothing of requests, pages or text.
+Knows nothing of requests, pages, text, or where drafts come from.
 Randomness is keyed by (seed, position, purpose), never taken from a stream: whatever else runs, however a prompt is cut
-into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `draw`.
+into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `draw`, then `accept`.
 """
 
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -159,7 +162,7 @@ PARSERS = {"max_tokens": _integer, "temperature": _number, "top_k": _integer, "t
 # ---------------------------------------------------------------------------------------------------------------------
 # The draw
 
-PURPOSES = {"draw": 0}  # what noise is for; drafts, coins and residuals will have numbers of their own
+PURPOSES = {"draw": 0, "draft": 1, "coin": 2, "residual": 3}  # what noise is for
 MASK_64 = 2**64 - 1
 
 
@@ -174,6 +177,17 @@ def noise_key(seed: int, position: int, purpose: str) -> int:
     """The key of a row's noise: 64 bits that depend on these three and on nothing else."""
     key = _mix((seed + GOLDEN * (1 + PURPOSES[purpose])) & MASK_64)
     return _mix((key + GOLDEN * (1 + position)) & MASK_64)
+
+
+def draft_key(seed: int, start: int, j: int) -> int:
+    """The key of the noise that draws draft j of those that start at position `start`. A later draft of the same
+    position has other noise: which drafts stood, and so where it starts, may depend on what this noise drew."""
+    return noise_key(noise_key(seed, start, "draft"), j, "draft")
+
+
+def coin(key: int) -> float:
+    """A number in (0, 1), both ends excluded."""
+    return ((key >> 12) + 0.5) * 2.0**-52
 
 
 @dataclass(frozen=True)
@@ -217,7 +231,25 @@ class Sampler:
     @property
     def rules(self) -> kernels.DrawRules:
         """Of the next token."""
-        return self.early_rules if self.num_drawn < self.params.min_tokens else self.late_rules
+        return self._rules_after(self.num_drawn)
+
+    def _rules_after(self, num_drawn: int) -> kernels.DrawRules:
+        return self.early_rules if num_drawn < self.params.min_tokens else self.late_rules
+
+    def rules_along(self, ids: Sequence[int]) -> Iterator[kernels.DrawRules]:
+        """Of the next token, then of the token after each of `ids`, should they be drawn. Nothing is taken note of."""
+        yield self.rules
+        seen_V, count_V = self.seen_V, self.count_V
+        for num_drawn, id in enumerate(ids, self.num_drawn + 1):
+            rules = self._rules_after(num_drawn)
+            if seen_V is not None:
+                seen_V = seen_V.clone()
+                seen_V[id : id + 1] = True  # of an id that the tokenizer does not know, nothing: it is never drawn
+            if count_V is not None:
+                count_V = count_V.clone()
+                count_V[id : id + 1] += 1
+            remembers = seen_V is not None or count_V is not None
+            yield replace(rules, seen_V=seen_V, count_V=count_V) if remembers else rules
 
     def observe(self, id: int) -> None:
         """Take note of a token that has become part of the answer."""
@@ -234,16 +266,122 @@ def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int
 
     None for a row whose logits are not finite, or of which nothing is left to draw from. Rows do not see each other.
     """
-    keys = [noise_key(sampler.params.seed, position, "draw") for sampler, position in zip(samplers, positions)]
-    ids = ops.draw(logits_LV, [sampler.rules for sampler in samplers], keys).tolist()
-    return [None if id < 0 else _with_logprobs(id, logits_LV, l, samplers[l].params) for l, id in enumerate(ids)]
+    return [drawn for drawn, in accept(logits_LV, [Draft()] * len(samplers), samplers, positions, ops=ops)]
 
 
-def _with_logprobs(id: int, logits_LV: Tensor, l: int, params: SamplingParams) -> Drawn:
+def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
     if params.logprobs is None:
         return Drawn(id)
-    logprob_V = torch.log_softmax(logits_LV[l].double(), -1)
+    logprob_V = torch.log_softmax(logits_V.double(), -1)
     if params.logprobs == 0:
         return Drawn(id, float(logprob_V[id]))
     top_ids, top = kernels.largest(logprob_V, min(params.logprobs, len(logprob_V)))
     return Drawn(id, float(logprob_V[id]), tuple(zip(top_ids.tolist(), top.tolist())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which drafts stand
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Tokens that may follow a request's own, and the distributions that they were really drawn from: (K, V) float64,
+    as wide as the logits. None: taken as certain, which is right of any, but fewer of those that were drawn stand. To
+    "rejection" and "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none.
+    """
+
+    ids: tuple[int, ...] = ()
+    probs_KV: Tensor | None = None
+
+
+def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], positions: Sequence[int],
+           method: str = "coupled", ops=kernels) -> list[list[Drawn | None]]:
+    """Each request's drafts that stand, and one more token: in place of the first that falls, or after the last.
+
+    Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token at positions[r] + j, given that
+    its first j drafts stand. Penalties count these drafts; the samplers stay as they are. Rows of different requests do
+    not see each other. The last is None instead where `draw` would have found nothing to draw from.
+
+    coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
+    rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
+               drawn from; else a token is drawn from max(p - q, 0) in its place (Leviathan et al. 2023, Chen et al.
+               2023). The distribution is that without drafts; which tokens, depends on how many drafts there were.
+    block      The same with drafts judged together, so that more of them stand (Sun et al. 2024).
+    """
+    counts = [len(draft.ids) + 1 for draft in drafts]
+    rules = [list(sampler.rules_along(draft.ids)) for sampler, draft in zip(samplers, drafts, strict=True)]
+    keys = [noise_key(sampler.params.seed, position + j, "draw")
+            for sampler, position, count in zip(samplers, positions, counts, strict=True) for j in range(count)]
+    drawn_L = ops.draw(logits_LV, list(chain.from_iterable(rules)), keys)
+    answers = []
+    for r, (rows_LV, ids_L, draft) in enumerate(zip(logits_LV.split(counts), drawn_L.split(counts), drafts)):
+        ids, params = ids_L.tolist(), samplers[r].params
+        if method == "coupled" or params.temperature == 0:  # what is certain all methods judge alike
+            num_kept = sum(accumulate((id == drawn for id, drawn in zip(draft.ids, ids)), min))
+            last = ids[num_kept]
+        else:
+            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r])
+        answers.append([_with_logprobs(id, rows_LV[j], params) if id >= 0 else None
+                        for j, id in enumerate((*draft.ids[:num_kept], last))])
+    return answers
+
+
+def _judged(method: str, rows_LV: Tensor, rules: Sequence[kernels.DrawRules], ids: Sequence[int], draft: Draft,
+            seed: int, position: int) -> tuple[int, int]:
+    """How many of one request's drafts stand, and the id that follows. `ids` are what `draw` draws from its rows."""
+    K = ids.index(-1) if -1 in ids else len(draft.ids)  # a row that has no distribution ends the draft
+    if K == 0:
+        return 0, ids[0]
+    p_KV = kernels.distribution(rows_LV[:K], rules[:K])
+    draft_K = torch.tensor(draft.ids[:K])
+    q_KV = F.one_hot(draft_K, p_KV.shape[1]).double() if draft.probs_KV is None else draft.probs_KV[:K]
+    chance_K, weight_K = ODDS[method](p_KV, q_KV, draft_K)
+    # One coin for all: of coins for each position "block" would look at some whose positions come again, next round.
+    num_kept = int((coin(noise_key(seed, position, "coin")) < chance_K).sum())
+    if num_kept == K:
+        return K, ids[K]
+    left_V = residual(p_KV[num_kept], q_KV[num_kept], float(weight_K[num_kept]))
+    id_C = left_V.nonzero().flatten()
+    noise_C = kernels.gumbel(noise_key(seed, position + num_kept, "residual"), id_C)
+    return num_kept, int(id_C[(left_V[id_C].log() + noise_C).argmax()])
+
+
+def rejection_odds(p_KV: Tensor, q_KV: Tensor, draft_K: Tensor) -> tuple[Tensor, Tensor]:
+    """chance_K: that more than j drafts stand; weight_K: of p in what is left to draw from where exactly j do."""
+    chance_K = _ratio(p_KV, q_KV, draft_K).clamp(max=1).cumprod(0)
+    return chance_K, torch.ones_like(chance_K)
+
+
+def block_odds(p_KV: Tensor, q_KV: Tensor, draft_K: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in block verification. The weight of j drafts is the chance to keep them that their own p and q allow:
+    a ratio above 1 makes up for smaller ones before it, as far as 1. How many stand is decided from the last draft
+    backwards: j of them if no more do and with the chance excess / (excess + 1 - weight)."""
+    weights = list(accumulate(_ratio(p_KV, q_KV, draft_K).tolist(), lambda weight, ratio: min(1.0, weight * ratio),
+                              initial=1.0))
+    weight_K, last = torch.tensor(weights[:-1], dtype=torch.float64), weights[-1]
+    excess_K = (weight_K[:, None] * p_KV - q_KV).clamp(min=0).sum(-1)
+    denominator_K = excess_K + (1 - weight_K)  # where the weight is 1, exactly the excess
+    stop_K = torch.where(denominator_K > 0, excess_K / denominator_K, 1.0)
+    stop_K = torch.cat((stop_K[1:], torch.tensor([last], dtype=torch.float64)))  # after 1, 2, ..., K drafts
+    return 1 - (1 - stop_K).flip(0).cumprod(0).flip(0), weight_K
+
+
+ODDS = {"rejection": rejection_odds, "block": block_odds}
+
+
+def _ratio(p_KV: Tensor, q_KV: Tensor, draft_K: Tensor) -> Tensor:
+    p_K, q_K = (x_KV.gather(1, draft_K[:, None])[:, 0] for x_KV in (p_KV, q_KV))
+    assert (q_K > 0).all(), "a draft cannot have been drawn from the distribution that was given for it"
+    return p_K / q_K
+
+
+def residual(p_V: Tensor, q_V: Tensor, weight: float) -> Tensor:
+    """What is drawn from where a draft fell: weight * p - q where that is positive, normalised."""
+    left_V = (weight * p_V - q_V).clamp(min=0)
+    total = left_V.sum()
+    return left_V / total if total > 0 else p_V  # nothing is left where p = q; there only rounding makes a draft fall
+
+
+def overlap(p_V: Tensor, q_V: Tensor) -> float:
+    """1 - the total variation distance: the chance that one draft from q stands against p."""
+    return float(torch.minimum(p_V, q_V).sum())

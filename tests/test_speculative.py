@@ -1,0 +1,182 @@
+"""Drafters: the n-gram drafter against a search of the whole text, and what it costs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sampling import randn, sampler
+from test_verify import decode, decode_with_drafts
+
+import speculative
+from sampling import SamplingParams
+from scheduler import Request
+from speculative import LENGTHS, Ngram
+
+
+def request(tokens, answer=()):
+    made = Request("r", SamplingParams(), list(tokens), None, 0.0)
+    made.tokens += answer
+    return made
+
+
+def propose(drafter, of, limit=8):
+    draft, = drafter.propose([of], [limit])
+    assert draft.probs_KV is None
+    return list(draft.ids)
+
+
+def searched(tokens, limit, reach=1, answers=()):
+    """What Ngram proposes, by its meaning: looks at every place of the text, then at every answer, the last first."""
+    for n in (n for n in LENGTHS if n <= len(tokens)):
+        for place in reversed(range(n, len(tokens))):
+            if tokens[place - n : place] == tokens[-n:]:
+                text = tokens[place:]
+                while len(text) < limit:
+                    text.append(text[place - len(tokens)])
+                return text[: min(limit, reach * n)]
+        for answer in reversed(answers):
+            for place in reversed(range(n, len(answer))):
+                if answer[place - n : place] == tokens[-n:]:
+                    return answer[place : place + min(limit, reach * n)]
+    return []
+
+
+texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), max_size=12))
+
+
+@given(st.lists(texts, min_size=1, max_size=12), st.integers(0, 20), st.integers(1, 3))
+def test_a_draft_is_what_followed_the_longest_ngram_last(pieces, limit, reach):
+    """While the text grows by several tokens at a time, or by none."""
+    drafter, grown = Ngram(reach), request(pieces[0])
+    for piece in pieces:
+        grown.tokens += piece
+        assert propose(drafter, grown, limit) == searched(grown.tokens, limit, reach)
+
+
+@given(st.lists(texts, max_size=8), st.lists(texts, min_size=1, max_size=5), st.integers(1, 20))
+def test_answers_of_others_are_looked_up_too(answers, pieces, limit):
+    drafter, grown = Ngram(shared_tokens=2000), request(pieces[0])
+    for i, piece in enumerate(pieces):
+        grown.tokens += piece
+        ended = answers[: 2 * i]
+        for answer in ended[2 * i - 2 :] if i else ():
+            drafter.forget(request([0, 1, 2, 3], answer))  # the prompts do not count
+        assert propose(drafter, grown, limit) == searched(grown.tokens, limit, answers=ended)
+
+
+@pytest.mark.parametrize("tokens, draft", [
+    ([], []), ([1], []), ([1, 1], []), ([1, 1, 1], [1, 1]), ([1, 2, 3, 4], []), ([1, 2, 3, 9, 1, 2], [3, 9]),
+    ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1]), ([5, 1, 2, 3, 4, 7, 8, 9, 9, 1, 2, 3, 4], [7, 8, 9, 9]),
+    ([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4], [7, 9, 3, 4]), ([1, 2] * 4, [1, 2, 1, 2])])
+def test_drafts_by_hand(tokens, draft):
+    assert propose(Ngram(), request(tokens)) == draft
+
+
+def test_a_longer_match_reaches_further():
+    text = list(range(100, 130))
+    tokens = [*text, 1, *text[:9]]
+    assert propose(Ngram(), request(tokens), 99) == text[9:17]
+    assert propose(Ngram(reach=2), request(tokens), 99) == text[9:25]
+    assert propose(Ngram(reach=2), request(tokens), 3) == text[9:12]
+    assert propose(Ngram(), request(tokens), 0) == []
+
+
+def test_requests_know_nothing_of_each_other_unless_it_is_shared():
+    for shared_tokens, draft in ((0, []), (100, [3, 4])):
+        drafter = Ngram(shared_tokens=shared_tokens)
+        propose(drafter, request([1, 2, 3, 4]))
+        drafter.forget(request([8, 9, 7], [1, 2, 3, 4]))
+        assert propose(drafter, request([1, 2])) == draft
+        assert propose(drafter, request([8, 9])) == []  # a prompt
+
+
+def test_no_draft_goes_on_into_another_answer():
+    drafter = Ngram(shared_tokens=100)
+    drafter.forget(request([0], [1, 2, 3]))
+    drafter.forget(request([0], [4, 5, 6]))
+    assert propose(drafter, request([1, 2])) == [3] and propose(drafter, request([2, 3])) == []
+    assert propose(drafter, request([3, 4])) == []
+
+
+def test_what_is_shared_is_bounded_and_the_latest():
+    drafter, most = Ngram(shared_tokens=200), 0
+    for i in range(100):
+        drafter.forget(request([0], range(1000 * i, 1000 * i + 10 + i)))
+        shared = (drafter.young, drafter.old)
+        most = max(most, sum(len(index.tokens) for index in shared))
+        assert sum(len(index.place_after) for index in shared) <= len(LENGTHS) * 200
+        assert propose(drafter, request([1000 * i, 1000 * i + 1])) == [1000 * i + 2, 1000 * i + 3]
+    assert 100 < most <= 200
+    assert propose(drafter, request([0, 1])) == []
+    drafter.forget(request([0], range(500)))  # longer than there is room for: its beginning
+    assert propose(drafter, request([0, 1])) == [2, 3] and len(drafter.young.tokens) <= 100
+
+
+def test_a_request_that_ended_leaves_nothing_behind():
+    drafter, ended = Ngram(), request([1, 2, 3, 1, 2])
+    propose(drafter, ended)
+    assert drafter.own
+    drafter.forget(ended), drafter.forget(ended)
+    assert not drafter.own and not drafter.young.tokens
+
+
+def test_ngrams_of_one_hash_are_told_apart(monkeypatch):
+    monkeypatch.setattr(speculative, "hash", lambda ngram: 0, raising=False)
+    assert propose(Ngram(), request([1, 2, 3, 4, 5])) == []
+    assert propose(Ngram(), request([1, 2, 1, 2])) == []  # the place is overwritten: no draft, not a wrong one
+    assert propose(Ngram(), request([1, 1, 1])) == [1, 1]
+
+
+class Counted(list):
+    """Counts the tokens that are looked at."""
+
+    num_read = 0
+
+    def __getitem__(self, which):
+        found = super().__getitem__(which)
+        self.num_read += len(found) if isinstance(which, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("alphabet", [1, 4, 1000])
+def test_a_tokens_cost_does_not_grow_with_the_text(alphabet):
+    text = torch.randint(0, alphabet, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    read = {}
+    for length in (100, 3900):
+        drafter, grown = Ngram(), request([])
+        grown.tokens = Counted(text[:length])
+        propose(drafter, grown)
+        grown.tokens.num_read = 0
+        for token in text[length : length + 100]:
+            grown.tokens.append(token)
+            propose(drafter, grown)
+        read[length] = grown.tokens.num_read
+        # to file one token, to look it up, to see that what was found is the same, to propose
+        assert read[length] <= 100 * (sum(LENGTHS) + 1 + sum(LENGTHS) + max(LENGTHS) + 8)
+        assert len(drafter.own[grown].place_after) <= len(LENGTHS) * len(grown.tokens)
+    assert read[3900] <= 1.5 * read[100]
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.3}, {"repetition_penalty": 1.05}])
+def test_tokens_with_ngram_drafts_are_those_without(fields):
+    """50 prompts, some of them repetitions, of a model that remembers two tokens, and so repeats itself."""
+    model = lambda tokens: randn(hash(tuple(tokens[-2:])) % 2**62, 6) * 2
+    prompts = [[1] * 3, [1, 2, 3] * 4, *([i % 5, i % 3, i % 7 % 5] for i in range(48))]
+
+    def samplers():
+        return [sampler(prompt=prompt, vocab=6, seed=i, **fields) for i, prompt in enumerate(prompts)]
+
+    plain = [decode(model, prompt, own, 30) for prompt, own in zip(prompts, samplers())]
+    drafter, requests, rounds = Ngram(), [request(prompt) for prompt in prompts], []
+
+    def draft(r, tokens, round):
+        requests[r].tokens += tokens[len(requests[r].tokens) :]
+        rounds.append(r)
+        return drafter.propose([requests[r]], [round % 6])[0]
+
+    class Model:
+        def rows(self, tokens, ids):
+            return [model([*tokens, *ids[:j]]) for j in range(len(ids) + 1)]
+
+    assert decode_with_drafts(Model(), prompts, samplers(), 30, draft) == plain
+    assert len(rounds) < 0.8 * 50 * 30
