@@ -173,7 +173,8 @@ SAMPLE_FIELDS = ("text", "token_ids", "finish_reason", "prompt_tokens", "cached_
 def short_sample(request: Request) -> dict:
     return dict(zip(SAMPLE_FIELDS, (
         request.text, request.output_ids, request.finish_reason, request.num_prompt, request.num_cached,
-        request.num_output, request.num_preemptions, request.params.seed, request.logprobs, None), strict=True))
+        request.num_output, request.num_preemptions, request.params.seed, request.logprobs, request.draft_report),
+        strict=True))
 
 
 def short_failure(record: Record, message: str) -> dict:

@@ -20,8 +20,9 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from replay import Replay
-from sampling import Drawn, Sampler, SamplingParams, draw
+from sampling import NO_DRAFT, Draft, Drawn, Sampler, SamplingParams, accept
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
+from speculative import Drafter, Odds
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -42,6 +43,8 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_requests: int = 64
     prefix_cache: bool = True
+    draft_tokens: int = 4  # proposed at a time, at most
+    verify: str = "coupled"  # or "rejection" or "block": sampling.accept
     prefill: str = "exact"  # or "bfloat16": large chunks of prompts in bfloat16, whose tokens depend on the chunking
     classes: tuple[AdmissionClass, ...] = DEFAULT_CLASSES
     usual_class: str = "interactive"  # of requests that name none
@@ -49,11 +52,12 @@ class EngineConfig:
     def __post_init__(self):
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"page_size is {self.page_size} but must be 8, 16, 32, 64, 128 or 256")
-        if self.prefill not in ("exact", "bfloat16"):
-            raise ValueError(f"prefill is '{self.prefill}' but must be 'exact' or 'bfloat16'")
+        for name, allowed in (("prefill", ("exact", "bfloat16")), ("verify", ("coupled", "rejection", "block"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is '{getattr(self, name)}' but must be one of {', '.join(allowed)}")
         if self.num_pages is not None and self.cache_memory_gb is not None:
             raise ValueError("num_pages and cache_memory_gb both size the cache: give one of them")
-        for name in ("num_pages", "cache_memory_gb", "max_step_tokens", "max_requests"):
+        for name in ("num_pages", "cache_memory_gb", "max_step_tokens", "max_requests", "draft_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value} but must be more than 0")
@@ -107,7 +111,7 @@ class Engine:
     """
 
     def __init__(self, model: Model, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None, *,
-                 name: str = "", generation: Mapping | None = None):
+                 drafter: Drafter | None = None, name: str = "", generation: Mapping | None = None):
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.name, self.generation = name, dict(generation or {})
         self.vocab = min(model.config.vocab, tokenizer.vocab_size) if tokenizer else model.config.vocab
@@ -119,6 +123,9 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
+        self.drafter = drafter
+        self.proposed: dict[Request, Draft] = {}  # in this step, before they were cut to what pays
+        self.odds: dict[Request, Odds] = {}
         self.sums = Counter()
         self.num_submitted = 0
         self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
@@ -166,7 +173,8 @@ class Engine:
             class_name = self.scheduler.class_of(tokens, self.config.usual_class)
         request = Request(id, params, tokens, sampler, submitted_s=now, class_name=class_name,
                           deadline_s=None if deadline_s is None else now + deadline_s,
-                          logprobs=None if params.logprobs is None else [])
+                          logprobs=None if params.logprobs is None else [],
+                          draft_method=self.drafter and self.drafter.name)
         stream = self.tokenizer.stream(tokens, show_special) if self.tokenizer else None
         self.scheduler.add(request)
         self.writers[request] = Writer(stream, params, end_ids)
@@ -219,6 +227,8 @@ class Engine:
         start_s = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
                    if request.deadline_s is not None and start_s >= request.deadline_s]
+        if self.drafter is not None:
+            self._propose()
         chunks = self.scheduler.plan(self.config.max_step_tokens)
         if not chunks:
             return outputs
@@ -226,20 +236,21 @@ class Engine:
         drawing = [chunk for chunk in chunks if chunk.draws]
         batch = self._pack(chunks)
         h_TD = self.replay.forward(batch)
-        drawn: list[Drawn | None] = []
+        drawn: list[list[Drawn | None]] = []
         if drawing:
             logits_LV = self.model.logits(h_TD[batch.row_L])
-            requests = [chunk.request for chunk in drawing]
-            drawn = draw(logits_LV, [request.sampler for request in requests], [chunk.end for chunk in drawing],
-                         self.model.ops)
+            drafts = [chunk.request.draft.cut(chunk.num_drafted) for chunk in drawing]
+            samplers = [chunk.request.sampler for chunk in drawing]
+            drawn = accept(logits_LV, drafts, samplers, [chunk.end for chunk in drawing], self.config.verify,
+                           self.model.ops)
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s
         self.scheduler.observe(chunks, 1000 * seconds)
-        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-                         output_tokens=len(drawing))
+        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start + chunk.num_drafted for chunk in chunks),
+                         drafted_tokens=sum(chunk.num_drafted for chunk in chunks))
         trace = self.on_step and self._trace(chunks, seconds)
-        outputs += [self._extend(chunk.request, token) for chunk, token in zip(drawing, drawn)]
+        outputs += [self._extend(chunk, tokens) for chunk, tokens in zip(drawing, drawn)]
         if trace:
             self.on_step(trace)  # last: whatever comes of it, the step is complete
         return outputs
@@ -256,15 +267,15 @@ class Engine:
 
     def _trace(self, chunks: list[Chunk], seconds: float) -> dict:
         """One line of a trace. Requests that wait have no tokens; `prompt` and `cached` are theirs in all."""
-        def entry(request: Request, num_tokens: int) -> dict:
+        def entry(request: Request, num_tokens: int, num_drafted: int = 0) -> dict:
             return {"id": request.id, "class": request.class_name, "computed": num_tokens, "done": request.num_computed,
-                    "prompt": request.num_prompt, "cached": request.num_cached, "drafted": 0,
+                    "prompt": request.num_prompt, "cached": request.num_cached, "drafted": num_drafted,
                     "preemptions": request.num_preemptions}
 
         stats = self.stats
         waiting = [request for line in self.scheduler.lines.values() for request in line.waiting]
         return {"step": stats.steps, "ms": round(1000 * seconds, 3),
-                "requests": [entry(chunk.request, chunk.end - chunk.start) for chunk in chunks],
+                "requests": [entry(chunk.request, chunk.end - chunk.start, chunk.num_drafted) for chunk in chunks],
                 "waiting": [entry(request, 0) for request in waiting],
                 "pages": {"free": stats.free_pages, "cached": stats.cached_pages, "held": stats.held_pages,
                           "shared": stats.shared_pages}}
@@ -273,36 +284,80 @@ class Engine:
         return self.config.prefill == "bfloat16" and num_tokens >= LARGE_CHUNK
 
     def _pack(self, chunks: list[Chunk]) -> Batch:
-        tokens = [chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks]
+        tokens = [[*chunk.request.tokens[chunk.start : chunk.end], *chunk.request.draft.ids[: chunk.num_drafted]]
+                  for chunk in chunks]
         row_L, end, num_exact = [], 0, None
         for chunk in chunks:
             if num_exact is None and self._is_rounded(chunk.end - chunk.start):
                 num_exact = end
-            end += chunk.end - chunk.start
+            end += chunk.end - chunk.start + chunk.num_drafted
             if chunk.draws:
-                row_L.append(end - 1)
+                row_L += range(end - chunk.num_drafted - 1, end)
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
                           [chunk.start for chunk in chunks], row_L, num_exact)
 
-    def _extend(self, request: Request, drawn: Drawn | None) -> Output:
-        """Appends a drawn token and decides whether the request ends with it."""
-        if drawn is None:
-            request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is banned; "
-                             "try --dtype float32 or fewer bans")
-            return self._finish(request, "error")
-        if request.first_token_s is None:
-            request.first_token_s = time.perf_counter()
-        request.tokens.append(drawn.id)
-        request.sampler.observe(drawn.id)
-        if request.logprobs is not None:
-            request.logprobs.append(self._logprob_entry(drawn))
-        text, stopped = self.writers[request].write(drawn.id, request.num_output)
-        request.pieces.append(text)
-        reason = "stop" if stopped else None
-        limit = request.params.max_tokens
-        if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
-            reason = "length"
-        return self._finish(request, reason, text, [drawn.id]) if reason else Output(request, text, [drawn.id])
+    def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
+        """Appends what was drawn after a chunk, token by token, until the request ends with one."""
+        request, text, token_ids = chunk.request, "", []
+        self._judge(request, chunk.num_drafted, drawn)
+        for place, token in enumerate(drawn):
+            if token is None:
+                request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is "
+                                 "banned; try --dtype float32 or fewer bans")
+                return self._finish(request, "error", text, token_ids)
+            if request.first_token_s is None:
+                request.first_token_s = time.perf_counter()
+            request.tokens.append(token.id)
+            request.sampler.observe(token.id)
+            token_ids.append(token.id)
+            self.sums["output_tokens"] += 1
+            if place < len(drawn) - 1:
+                self.scheduler.keep(request)
+            if request.logprobs is not None:
+                request.logprobs.append(self._logprob_entry(token))
+            piece, stopped = self.writers[request].write(token.id, request.num_output)
+            request.pieces.append(piece)
+            text += piece
+            reason = "stop" if stopped else None
+            limit = request.params.max_tokens
+            if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
+                reason = "length"
+            if reason:
+                return self._finish(request, reason, text, token_ids)
+        return Output(request, text, token_ids)
+
+    def _propose(self) -> None:
+        """Has the drafter propose for all who decode: no more than can be kept, and than pays."""
+        decoding = [request for request in self.scheduler.running if request.want == 1]
+        limits = []
+        for request in decoding:
+            room = self.most_tokens(request) - len(request.tokens)
+            if request.params.max_tokens is not None:
+                room = min(room, request.params.max_tokens - request.num_output)
+            limits.append(max(0, min(room - 1, self.config.draft_tokens)))
+        costs = self.scheduler.pace.of_drafts(len(decoding)) if decoding and self.config.verify == "coupled" else (0, 0)
+        odds = [self.odds.setdefault(request, Odds(self.drafter.is_free)) for request in decoding]
+        if not self.drafter.is_free:
+            limits = [of_one.best_length(limit, *costs) for of_one, limit in zip(odds, limits)]
+        for request, of_one, draft in zip(decoding, odds, self.drafter.propose(decoding, limits)):
+            self.proposed[request] = draft
+            if self.drafter.is_free:
+                draft = draft.cut(of_one.best_length(len(draft.ids), *costs))
+            request.draft = draft
+
+    def _judge(self, request: Request, num_drafted: int, drawn: Sequence[Drawn | None]) -> None:
+        """Notes how many of a draft's tokens stood, for the statistics and for the next drafts' length."""
+        request.num_draws += 1
+        if self.drafter is None:
+            return
+        request.num_drafted += num_drafted
+        num_kept = len(drawn) - 1
+        request.kept_by_place += [0] * (num_drafted - len(request.kept_by_place))
+        for place in range(num_kept):
+            request.kept_by_place[place] += 1
+        if (proposed := self.proposed.pop(request, NO_DRAFT)).ids:
+            self.odds[request].observe(proposed.ids, num_drafted, [token and token.id for token in drawn])
+        request.draft = NO_DRAFT
 
     def most_tokens(self, request: Request) -> int:
         """Prompt and answer together: what its class allows, and what there is room for."""
@@ -319,6 +374,10 @@ class Engine:
         self.scheduler.remove(request)
         rest = self.writers.pop(request).close()
         self.ids.remove(request.id)
+        if self.drafter is not None:
+            self.drafter.forget(request)
+            self.odds.pop(request, None)
+            self.proposed.pop(request, None)
         request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()

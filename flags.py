@@ -66,8 +66,8 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         group = sub
         for title in (None, *command.groups):
-            if title not in (None, "requests"):  # those stand under the title before them
-                group = sub.add_argument_group(title)
+            if title not in (None, "requests") and not (title == "model" and "prompt" in command.groups):
+                group = sub.add_argument_group(title)  # the others stand under the title before them
             for names, options in command.flags if title is None else GROUPS[title]:
                 group.add_argument(*names, **options)
         sub.set_defaults(run=command.run, command=name, **command.defaults)
@@ -135,6 +135,8 @@ PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power o
 SCALE = value(float, lambda x: 0 < x <= 100, "is not a number above 0, at most 100")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
+DRAFT = value(str, lambda name: name and name != "mtp" and not name.startswith(("medusa:", "eagle:")),
+              "is not built yet: use ngram or a smaller model")
 NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")
 IDS = value(id_list, lambda _: True, "is not a list of token ids like 1,2")
 CLASS = value(class_settings, lambda _: True,
@@ -179,7 +181,7 @@ SAMPLING_FIELDS = [names[-1].removeprefix("--").replace("-", "_") for names, _ i
 ENGINE_FLAGS = [
     *DTYPE_FLAGS,
     flag("--threads", type=THREADS, metavar="N", help="default: the physical cores it may use"),
-    flag("--device", type=one_of("auto", "cpu", later="cuda"), metavar="NAME", help="cpu"),
+    flag("--device", type=one_of("auto", "cpu", later="cuda"), help=argparse.SUPPRESS),
     flag("-c", "--context", type=COUNT, metavar="N", help="most tokens, prompt and answer (as trained)"),
     flag("--page-size", type=PAGE_SIZE, default=32, metavar="N", help="tokens a page of the cache holds (32)"),
     flag("--cache-memory", type=POSITIVE, metavar="GB", help="default: 4, or 40 %% of what is free"),
@@ -190,10 +192,12 @@ ENGINE_FLAGS = [
     flag("--prefill", type=one_of("exact", "bfloat16"), default="exact", metavar="HOW",
          help="exact, or bfloat16: faster with AMX, inexact"),
     # What is promised and this build lacks is refused, never ignored.
-    *(flag(name, type=NOT_BUILT, help=argparse.SUPPRESS) for name in
-      ("--draft", "--draft-tokens", "--draft-tree")),
+    flag("--draft-tree", type=NOT_BUILT, help=argparse.SUPPRESS),
     *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
-    flag("--verify", type=one_of("coupled", later="rejection or block"), help=argparse.SUPPRESS),
+    flag("--draft", type=DRAFT, metavar="METHOD", help="propose tokens to verify: ngram, or a smaller model"),
+    flag("--draft-tokens", type=COUNT, default=4, metavar="N", help="proposed at a time, at most (4)"),
+    flag("--verify", type=one_of("coupled", "rejection", "block"), default="coupled", metavar="HOW",
+         help="coupled (same tokens), rejection, block"),
 ]
 REQUEST_FLAGS = [
     flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),

@@ -63,8 +63,10 @@ class Batch:
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
         reads."""
-        for ours, theirs in zip((self.token_T, self.position_T, self.lease_S, self.lengths_S, *self.slots_T),
-                                (other.token_T, other.position_T, other.lease_S, other.lengths_S, *other.slots_T)):
+        def parts(batch: Batch) -> tuple[Tensor, ...]:
+            return (batch.token_T, batch.position_T, batch.lease_S, batch.starts_S1, batch.lengths_S, *batch.slots_T)
+
+        for ours, theirs in zip(parts(self), parts(other)):
             ours.copy_(theirs)
 
 

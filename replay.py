@@ -1,7 +1,8 @@
 """Capture and replay: a decode step is the same sequence of kernel calls every time, so Python need make it only once.
 
-Owns the recordings, one for each number of requests. Knows of the model only that `forward` makes the calls, and of the
-operations that they can write them down (native.py); with others every step runs through Python. Start at `Replay`.
+Owns the recordings, one for each number of requests and tokens. Knows of the model only that `forward` makes the calls,
+and of the operations that they can write them down (native.py); with others every step runs through Python. Start at
+`Replay`.
 """
 
 import torch
@@ -12,27 +13,34 @@ from model import Batch, Model
 
 
 class Replay:
-    """Runs a model's steps on one cache. A step in which each request computes one token is recorded when it first
-    occurs with so many requests; later ones copy their batch over the recorded one and make the same calls again."""
+    """Runs a model's steps on one cache. A step in which each request computes one token, or in all at most MOST_MORE
+    more (drafts), is recorded when it first occurs with so many of both; later ones copy their batch over the recorded
+    one and make the same calls again."""
+
+    MOST_MORE = 16
+    MOST_RECORDED = 256  # then the oldest goes
 
     def __init__(self, model: Model, cache: Cache):
         self.model, self.cache = model, cache
         self.new_recording = model.ops.new_recorder() if hasattr(model.ops, "new_recorder") else None
-        self.recorded: dict[int, tuple] = {}  # number of requests -> recording, its batch, its result
+        self.recorded: dict[tuple, tuple] = {}  # (requests, tokens) -> recording, its batch, its result
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Normalised hidden rows h_TD, as Model.forward gives them; they hold until the next step."""
-        num_requests = len(batch.lease_S)
-        if self.new_recording is None or len(batch.token_T) > num_requests:
+        size = len(batch.lease_S), len(batch.token_T)
+        is_small = size[1] <= size[0] + self.MOST_MORE and batch.num_exact is None
+        if self.new_recording is None or not is_small:
             return self.model.forward(batch, self.cache)
-        if num_requests not in self.recorded:
+        if size not in self.recorded:
             recording = self.new_recording()
             with recording:
                 h_TD = self.model.forward(batch, self.cache)
-            self.recorded[num_requests] = recording, batch, h_TD
+            if len(self.recorded) == self.MOST_RECORDED:
+                del self.recorded[next(iter(self.recorded))]
+            self.recorded[size] = recording, batch, h_TD
             return h_TD
-        recording, its_batch, h_TD = self.recorded[num_requests]
+        recording, its_batch, h_TD = self.recorded[size]
         its_batch.copy_(batch)
         recording.replay()
         return h_TD

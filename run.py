@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from checkpoint import Checkpoint
     from engine import Engine, EngineConfig, Output
     from families import LayerConfig, ModelConfig
+    from model import Model
     from native import Native
     from sampling import SamplingParams
     from scheduler import AdmissionClass, Request
+    from speculative import Drafter
     from tokenizer import Tokenizer
 
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
@@ -243,7 +245,7 @@ def as_json(request: Request, load_s: float) -> dict:
             "load_s": load_s, "prefill_s": prefill_s, "ttft_s": ttft_s, "decode_s": decode_s,
             "prefill_tokens_per_s": rate(request.num_prompt - request.num_cached, prefill_s),
             "decode_tokens_per_s": rate(request.num_output - 1, decode_s)},
-        "draft": None,
+        "draft": request.draft_report,
     }
 
 
@@ -268,7 +270,10 @@ def statistics(requests: Sequence[Request]) -> str:
         seconds = max(r.finished_s for r in started) - min(r.first_token_s for r in started)
         parts.append(f"{(num_tokens - len(started)) / seconds:.1f} tok/s")
     cached = f" ({requests[0].num_cached} cached)" if requests[0].num_cached else ""
-    return " · ".join([*parts, f"prompt {requests[0].num_prompt}{cached}"])
+    parts.append(f"prompt {requests[0].num_prompt}{cached}")
+    if num_drafted := sum(request.num_drafted for request in requests):
+        parts.append(f"draft {sum(sum(request.kept_by_place) for request in requests) / num_drafted:.0%}")
+    return " · ".join(parts)
 
 
 def peak_memory_gb() -> float:
@@ -335,6 +340,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         raise UsageError(f"--context is {args.context} but the model covers {config.max_context} tokens: lower it")
     tokenizer = open_tokenizer(checkpoint, args)
     sampling_params(args, vocab=min(config.vocab, tokenizer.vocab_size))
+    draft = open_draft(args, tokenizer, config)
     if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
         torch.set_num_threads(args.threads or usable_cores())
     keep_large_blocks_apart()
@@ -348,9 +354,46 @@ def load_engine(args: argparse.Namespace) -> Engine:
     model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
+    engine.drafter = make_drafter(engine, draft, args)
     if args.trace is not None:
         engine.on_step = trace_writer(args.trace)
     return engine
+
+
+def open_draft(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> Checkpoint | None:
+    """The file of the draft model that --draft names, if it names one; ValueError if its tokens are others."""
+    from vocab import load_tokenizer
+
+    if args.draft in (None, "ngram"):
+        return None
+    checkpoint = open_checkpoint(argparse.Namespace(**vars(args) | {"model": args.draft}))
+    theirs, sizes = load_tokenizer(checkpoint), (checkpoint.config.vocab, config.vocab)
+    if sizes[0] != sizes[1] or theirs.vocab_size != tokenizer.vocab_size:
+        raise ValueError(f"--draft {args.draft} has {theirs.vocab_size} tokens and {sizes[0]} logits but the model "
+                         f"{tokenizer.vocab_size} and {sizes[1]}: both must have the same tokens")
+    for id in range(tokenizer.vocab_size):
+        if theirs.piece(id) != tokenizer.piece(id):
+            raise ValueError(f"--draft {args.draft} has token {id} as {theirs.piece(id)!r} but the model as "
+                             f"{tokenizer.piece(id)!r}: both must have the same tokens")
+    return checkpoint
+
+
+def make_drafter(engine: Engine, checkpoint: Checkpoint | None, args: argparse.Namespace) -> Drafter | None:
+    """The drafter that --draft names. A draft model is loaded when the first draft is wanted."""
+    from model import load_model
+    from speculative import DraftModel, Ngram
+
+    if checkpoint is None:
+        return Ngram() if args.draft == "ngram" else None
+    ops, dtype = engine.model.ops, arithmetic(checkpoint.config, args)[0]
+    as_stored = dtype == "quantized" and hasattr(ops, "pack")
+    context = min(engine.model.context, checkpoint.config.max_context)
+
+    def load() -> Model:
+        return load_model(checkpoint, None if as_stored else engine.model.dtype, context=context, ops=ops)
+
+    return DraftModel(checkpoint.path.name, load, engine.cache.num_pages, engine.config.page_size,
+                      engine.config.max_requests, args.verify == "coupled")
 
 
 def trace_writer(path: str) -> Callable[[dict], None]:
@@ -390,7 +433,8 @@ def make_engine_config(args: argparse.Namespace) -> EngineConfig:
             page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
             cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
             max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
-            prefix_cache=not args.no_prefix_cache, prefill=args.prefill, classes=admission_classes(args.classes),
+            prefix_cache=not args.no_prefix_cache, prefill=args.prefill,
+            draft_tokens=args.draft_tokens, verify=args.verify, classes=admission_classes(args.classes),
             usual_class="batch" if args.command == "batch" else "interactive")
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -199,6 +199,26 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Tokens that may follow a request's own, and the distributions that they were really drawn from: (K, V) float64,
+    as wide as the logits. None: taken as certain, which is right of any, but fewer of those that were drawn stand. To
+    "rejection" and "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none.
+    """
+
+    ids: tuple[int, ...] = ()
+    probs_KV: Tensor | None = None
+
+    def cut(self, num: int) -> "Draft":
+        """Its first `num` tokens."""
+        if num >= len(self.ids):
+            return self
+        return Draft(self.ids[:num], None if self.probs_KV is None else self.probs_KV[:num])
+
+
+NO_DRAFT = Draft()
+
+
 class Sampler:
     """One request's side of the draw: its parameters and what its penalties have to remember.
 
@@ -266,7 +286,7 @@ def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int
 
     None for a row whose logits are not finite, or of which nothing is left to draw from. Rows do not see each other.
     """
-    return [drawn for drawn, in accept(logits_LV, [Draft()] * len(samplers), samplers, positions, ops=ops)]
+    return [drawn for drawn, in accept(logits_LV, [NO_DRAFT] * len(samplers), samplers, positions, ops=ops)]
 
 
 def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
@@ -281,17 +301,6 @@ def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which drafts stand
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """Tokens that may follow a request's own, and the distributions that they were really drawn from: (K, V) float64,
-    as wide as the logits. None: taken as certain, which is right of any, but fewer of those that were drawn stand. To
-    "rejection" and "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none.
-    """
-
-    ids: tuple[int, ...] = ()
-    probs_KV: Tensor | None = None
 
 
 def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], positions: Sequence[int],

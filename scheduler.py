@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvcache import Cache, Lease
 from pace import Pace
-from sampling import Sampler, SamplingParams
+from sampling import NO_DRAFT, Draft, Sampler, SamplingParams
 
 LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
 LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
@@ -55,7 +55,7 @@ DEFAULT_CLASSES = (AdmissionClass("interactive", priority=2, share=0.5), Admissi
 class Request:
     """One sample of one prompt, from submission to its last token. Times are time.perf_counter() seconds.
 
-    tokens:  0 -- from the prefix cache -- num_cached -- num_computed -- to compute -- len(tokens)
+    tokens:  0 -- from the prefix cache -- num_cached -- num_computed -- to compute -- len(tokens) -- draft
              0 -- prompt -- num_prompt -- drawn so far -- len(tokens)
     """
 
@@ -70,6 +70,11 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values lie in the cache
     num_cached: int = 0  # of the prompt, found in the cache at first admission
     num_preemptions: int = 0
+    draft_method: str | None = None
+    draft: Draft = NO_DRAFT  # tokens that may follow
+    num_drafted: int = 0  # in all
+    kept_by_place: list[int] = field(default_factory=list)  # [j]: how many of the drafts' tokens j stood
+    num_draws: int = 0  # steps that drew from it
     headroom: int = 1  # pages left over for each who runs, without which it is not admitted; doubled when pages lacked
     awaited: bytes | None = None  # key of a page that it would rather find than compute
     lease: Lease = field(default_factory=Lease)
@@ -101,6 +106,17 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def draft_report(self) -> dict | None:
+        """What became of its drafts; None without a drafter. "by_place": of the drafts, how many stood at least so
+        far."""
+        if self.draft_method is None:
+            return None
+        num_kept = sum(self.kept_by_place)
+        return {"method": self.draft_method, "proposed": self.num_drafted, "accepted": num_kept,
+                "steps": self.num_draws, "by_place": list(self.kept_by_place),
+                "tokens_per_step": (self.num_draws + num_kept) / max(self.num_draws, 1)}
+
+    @property
     def want(self) -> int:
         """Tokens that have to be computed before the next one can be drawn."""
         return len(self.tokens) - self.num_computed
@@ -108,11 +124,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start` to `end` of a request, to be computed in one step."""
+    """Tokens `start` to `end` of a request, to be computed in one step, and as many of its draft."""
 
     request: Request
     start: int
     end: int
+    num_drafted: int = 0
 
     @property
     def draws(self) -> bool:
@@ -215,8 +232,10 @@ class Scheduler:
         granted = {request: 1 for request in self.running[:budget_tokens]}
         left = budget_tokens - len(granted)
         most_each = self._most_each(sum(request.want == 1 for request in granted), budget_tokens)
+        drafted = self._grant_drafts(granted, left)
+        left -= sum(drafted.values())
         owed = {name: self._owed(line, budget_tokens) for name, line in self.lines.items()}
-        num_used = len(granted)
+        num_used = budget_tokens - left
         above_reads = above_runs = False
         for name, line in self.lines.items():
             taken_back = owed.pop(name)
@@ -232,10 +251,22 @@ class Scheduler:
             self._settle(line, num_read, num_used, above_reads)
             above_reads = above_reads or num_read > 0
             above_runs = above_runs or bool(line.running)
-        chunks = [Chunk(request, request.num_computed, request.num_computed + n) for request, n in granted.items()]
+        chunks = [Chunk(request, request.num_computed, request.num_computed + n, drafted.get(request, 0))
+                  for request, n in granted.items()]
         for chunk in chunks:
-            self.cache.reach(chunk.request.lease, chunk.start, chunk.end)
+            self.cache.reach(chunk.request.lease, chunk.start, chunk.end + chunk.num_drafted)
         return chunks
+
+    def _grant_drafts(self, granted: Iterable[Request], left: int) -> dict[Request, int]:
+        """As much of the drafts as half of the step's rest holds, the other half being for prompts, and as there are
+        pages for: nobody gives up any for a draft."""
+        drafted, left = {}, left // 2
+        for request in granted:
+            num = min(len(request.draft.ids), left) if request.want == 1 else 0
+            if num and self.cache.grow(request.lease, len(request.tokens) + num):
+                drafted[request] = num
+                left -= num
+        return drafted
 
     def _owed(self, line: Line, budget_tokens: int) -> int:
         """Tokens that a class takes back now from those above it: its share of the step, once they have read as much of
@@ -277,11 +308,17 @@ class Scheduler:
         request.num_computed = chunk.end
         self.cache.publish(request.lease, request.tokens, request.num_computed)
 
+    def keep(self, request: Request) -> None:
+        """Notes that a draft's token has become the request's: it was computed with the chunk."""
+        request.num_computed += 1
+        if request.num_computed % self.cache.page_size == 0:
+            self.cache.publish(request.lease, request.tokens, request.num_computed)
+
     def observe(self, chunks: Sequence[Chunk], ms: float) -> None:
         """Notes how long a step took."""
         sizes = [chunk.end - chunk.start for chunk in chunks]
         num_decoding = sizes.count(1)
-        self.pace.observe(num_decoding, sum(sizes) - num_decoding, ms)
+        self.pace.observe(num_decoding, sum(sizes) - num_decoding, sum(chunk.num_drafted for chunk in chunks), ms)
 
     # ---- admission and preemption -------------------------------------------------------------------------------
 

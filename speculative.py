@@ -5,16 +5,20 @@ Owns what drafters remember. Knows nothing of how drafts are judged (sampling.ac
 wrong, but what it says of its chances must be true (sampling.Draft). Start at `Drafter`.
 """
 
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, cycle, islice
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from sampling import Draft
+import kernels
+from kvcache import Cache, Lease
+from model import Batch, Model
+from replay import Replay
+from sampling import NO_DRAFT, Draft, draft_key, noise_key
 from scheduler import Request
-
-NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
@@ -30,6 +34,8 @@ class Drafter(Protocol):
     close to the model's, so do its tokens. Against the others it takes noise of its own, sampling.draft_key.
     """
 
+    name: str
+    is_free: bool  # whether to propose costs nothing beside a step: then what is not computed is proposed all the same
     layers: tuple[int, ...]  # whose outputs `observe` is given, side by side: EAGLE-3 three, MTP and Medusa the last
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
@@ -42,6 +48,56 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """It has ended."""
+
+
+class Odds:
+    """How likely the next token of a request's drafts stands, learnt from the drafts before. A token that was proposed
+    and not computed is compared with the one that came. Of a free drafter drafts of different lengths are told apart:
+    where it proposes more it is more certain."""
+
+    KEPT = 0.9  # of a draft's weight, with every draft of its kind after it
+    # Steps without a draft before one is tried again, where to propose is not free; then twice as many.
+    FIRST_PAUSE = 32
+
+    def __init__(self, is_free: bool):
+        self.is_free = is_free
+        self.counts: dict[int, list[float]] = {}  # length proposed -> tokens that stood, tokens that were judged
+        self.pause = self.num_paused = 0
+
+    def observe(self, proposed: Sequence[int], num_drafted: int, drawn: Sequence[int | None]) -> None:
+        """Of `proposed`, `num_drafted` were computed, and `drawn` came of it."""
+        num_kept = len(drawn) - 1
+        if num_kept == num_drafted < len(proposed):  # of the next one the token drawn last tells
+            num_kept += proposed[num_drafted] == drawn[-1]
+            num_judged = num_drafted + 1
+        else:
+            num_judged = min(num_kept + 1, num_drafted)
+        counts = self.counts.setdefault(len(proposed) if self.is_free else 0, [0.5, 1.0])
+        counts[0] = self.KEPT * counts[0] + num_kept
+        counts[1] = self.KEPT * counts[1] + num_judged
+
+    def best_length(self, num_proposed: int, step_cost: float, draft_cost: float) -> int:
+        """How many of a draft's tokens to compute for the most tokens a second, where a step costs `step_cost` a
+        request and each token of a draft adds `draft_cost` (0: unknown; then all)."""
+        kept, judged = self.counts.get(num_proposed if self.is_free else 0, (0.5, 1.0))
+        chance = kept / judged
+        tokens, cost, length = 1.0, step_cost, 0
+        # One more pays if it brings more tokens for its cost than all before it for theirs.
+        while length < num_proposed and chance ** (length + 1) * cost >= draft_cost * tokens:
+            length += 1
+            tokens += chance**length
+            cost += draft_cost
+        return length if self.is_free or not num_proposed else self._after_pause(length)
+
+    def _after_pause(self, length: int) -> int:
+        if length:
+            self.pause = self.num_paused = 0
+            return length
+        self.num_paused += 1
+        if self.num_paused <= self.pause:
+            return 0
+        self.pause, self.num_paused = max(self.FIRST_PAUSE, 2 * self.pause), 0
+        return int(self.pause > self.FIRST_PAUSE)  # the first pause begins now, a later one has ended
 
 
 LENGTHS = (16, 8, 4, 2)  # of n-grams that are looked up, the longest first
@@ -85,7 +141,7 @@ class Ngram:
     A token costs the same however long the text is: it ends an n-gram of each length.
     """
 
-    layers = ()
+    name, is_free, layers = "ngram", True, ()
 
     def __init__(self, reach: int = 1, shared_tokens: int = 0):
         self.reach, self.half_tokens = reach, shared_tokens // 2
@@ -122,3 +178,119 @@ class Ngram:
                 if place is not None:
                     return Draft(index.followers(place, min(limit, len(ngram) * self.reach)))
         return NO_DRAFT
+
+
+@dataclass(eq=False)
+class Reading:
+    """How far a draft model has read a request: the tokens whose keys and values its own cache holds."""
+
+    lease: Lease = field(default_factory=Lease)
+    tokens: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """A smaller model of the same vocabulary. Its pages are its own: it reads what the request's tokens have gained
+    since it was last asked, prompts after a prefix hit in its own cache, and goes back to where its drafts fell.
+
+    `load` makes the model when the first draft is wanted; `num_pages` pages of `page_size` tokens are its cache. What
+    finds no room there gets no drafts. Drafts are drawn by the request's own rules: with the noise of the draw itself
+    if `is_coupled`, else with a draft's, and with their distributions.
+    """
+
+    is_free, layers = False, ()
+
+    def __init__(self, name: str, load: Callable[[], Model], num_pages: int, page_size: int, max_requests: int,
+                 is_coupled: bool = True, max_step_tokens: int = 512):
+        self.name, self.load, self.is_coupled, self.max_step_tokens = name, load, is_coupled, max_step_tokens
+        self.sizes = {"num_pages": num_pages, "page_size": page_size, "max_leases": max_requests}
+        self.readings: dict[Request, Reading] = {}
+        self.model = None
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        drafts: dict[Request, Draft] = {}
+        wanting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
+        if wanting and self.model is None:
+            self._start()
+        wanting = [(request, limit) for request, limit in wanting if self._make_room(request, limit)]
+        ids = {request: [] for request, _ in wanting}
+        probs = {request: [] for request, _ in wanting}
+        while wanting:
+            logits_LV = self._read([(request, [*request.tokens, *ids[request]]) for request, _ in wanting])
+            self._draw([request for request, _ in wanting], logits_LV, ids, probs)
+            wanting = [(request, limit) for request, limit in wanting if len(ids[request]) < limit]
+        for request, drawn in ids.items():
+            drawn = drawn[: drawn.index(-1)] if -1 in drawn else drawn  # a row with nothing to draw from
+            rows = probs[request][: len(drawn)]
+            drafts[request] = Draft(tuple(drawn), torch.stack(rows) if rows else None)
+        return [drafts.get(request, NO_DRAFT) for request in requests]
+
+    def observe(self, requests: Sequence[Request], starts: Sequence[int], hidden: Sequence[Tensor]) -> None:
+        pass  # it reads the tokens when it is asked
+
+    def forget(self, request: Request) -> None:
+        if (reading := self.readings.pop(request, None)) is not None:
+            self.cache.release(reading.lease)
+
+    def _start(self) -> None:
+        self.model = self.load()
+        self.cache = Cache(self.model.kv_specs(), dtype=self.model.cache_dtype, device=self.model.device,
+                           max_tokens=self.model.context, max_step_tokens=self.max_step_tokens,
+                           new_kv=self.model.ops.new_kv, **self.sizes)
+        self.replay = Replay(self.model, self.cache)
+
+    def _make_room(self, request: Request, limit: int) -> bool:
+        """Has pages for a request's tokens and drafts, and goes back to where its tokens and what was read differ."""
+        reading, tokens = self.readings.get(request), request.tokens
+        if len(tokens) + limit > self.model.context:
+            return False
+        if reading is None:
+            reading = self.readings[request] = Reading()
+            self.cache.open(reading.lease)
+            reading.tokens = tokens[: self.cache.match(reading.lease, tokens)]
+        agreed = len(reading.tokens)
+        while agreed > request.num_prompt and reading.tokens[agreed - 1 :] != tokens[agreed - 1 : agreed]:
+            agreed -= 1  # only drafts can differ, and those stand at the end
+        del reading.tokens[min(agreed, len(tokens) - 1) :]
+        if self.cache.grow(reading.lease, len(tokens) + limit):
+            return True
+        self.forget(request)
+        return False
+
+    def _read(self, sequences: Sequence[tuple[Request, list[int]]]) -> Tensor:
+        """Reads each sequence to its end: logits_LV after its last token."""
+        last = {}
+        while sequences:
+            left, step = self.max_step_tokens, []
+            for request, tokens in sequences:
+                start = len(self.readings[request].tokens)
+                new = tokens[start : start + left]
+                left -= len(new)
+                if new:
+                    step.append((request, start, new))
+            for request, start, new in step:
+                self.cache.reach(self.readings[request].lease, start, start + len(new))
+            ends = list(accumulate(len(new) for _, _, new in step))
+            batch = Batch.pack(self.cache, [self.readings[request].lease.row for request, _, _ in step],
+                               [new for _, _, new in step], [start for _, start, _ in step], [end - 1 for end in ends])
+            h_LD = self.replay.forward(batch)[batch.row_L]
+            for (request, _, new), h_D in zip(step, h_LD):
+                reading = self.readings[request]
+                reading.tokens += new
+                # No more than the request's own tokens: drafts may fall.
+                self.cache.publish(reading.lease, reading.tokens, min(len(reading.tokens), len(request.tokens)))
+                last[request] = h_D
+            sequences = [(request, tokens) for request, tokens in sequences
+                         if len(self.readings[request].tokens) < len(tokens)]
+        return self.model.logits(torch.stack(list(last.values())))
+
+    def _draw(self, requests: Sequence[Request], logits_LV: Tensor, ids: dict, probs: dict) -> None:
+        rules = [list(request.sampler.rules_along(ids[request]))[-1] for request in requests]
+        keys = []
+        for request in requests:
+            seed, start, j = request.params.seed, len(request.tokens), len(ids[request])
+            keys.append(noise_key(seed, start + j, "draw") if self.is_coupled else draft_key(seed, start, j))
+        if not self.is_coupled:
+            for request, p_V in zip(requests, kernels.distribution(logits_LV, rules)):
+                probs[request].append(p_V)
+        for request, id in zip(requests, self.model.ops.draw(logits_LV, rules, keys).tolist()):
+            ids[request].append(id)

@@ -135,8 +135,8 @@ def test_values_out_of_range_are_bad_usage(call, words):
 
 
 @pytest.mark.parametrize("words", [
-    "--draft ngram", "--draft-tokens 4", "--draft-tree 2,2", "--verify rejection",
-    "--verify block", "--tp 2", "--pp 2", "--dp 2", "--device cuda",
+    "--draft mtp", "--draft medusa:heads", "--draft eagle:head", "--draft-tree 2,2",
+    "--tp 2", "--pp 2", "--dp 2", "--device cuda",
 ])
 def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")

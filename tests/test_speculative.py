@@ -1,4 +1,8 @@
-"""Drafters: the n-gram drafter against a search of the whole text, and what it costs."""
+"""Drafters: the n-gram drafter against a search of the whole text, and what it costs; any of them in the engine against
+plain decoding."""
+
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,9 +12,14 @@ from test_sampling import randn, sampler
 from test_verify import decode, decode_with_drafts
 
 import speculative
-from sampling import SamplingParams
+import tiny
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from model import load_model
+from sampling import Draft, SamplingParams
 from scheduler import Request
-from speculative import LENGTHS, Ngram
+from speculative import LENGTHS, DraftModel, Ngram, Odds
+from vocab import load_tokenizer
 
 
 def request(tokens, answer=()):
@@ -180,3 +189,152 @@ def test_tokens_with_ngram_drafts_are_those_without(fields):
 
     assert decode_with_drafts(Model(), prompts, samplers(), 30, draft) == plain
     assert len(rounds) < 0.8 * 50 * 30
+
+
+# ---- in the engine
+
+
+class Prophet:
+    """Proposes the known answer, with a wrong token here and there: any number of tokens may stand."""
+
+    name, is_free, layers = "prophet", True, ()
+
+    def __init__(self, answers, every):
+        self.answers, self.every, self.limits = answers, every, []
+
+    def propose(self, requests, limits):
+        self.limits += limits
+        return [self.draft(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def draft(self, request, limit):
+        start = request.num_output
+        ids = self.answers[tuple(request.prompt_ids)][start : start + limit]
+        return Draft(tuple((id + ((start + j) % self.every == 0)) % 256 for j, id in enumerate(ids)))
+
+    def observe(self, requests, starts, hidden):
+        pass
+
+    def forget(self, request):
+        pass
+
+
+PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 7, 8, 30, 64))]
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.9, top_p=0.9, seed=3, repetition_penalty=1.2,
+                         frequency_penalty=0.3, min_tokens=4, logprobs=1)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def loaded(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    path = tiny.tiny_llama(folder) if request.param == "llama" else tiny.tiny_qwen2(
+        folder, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with open_checkpoint(path) as checkpoint:
+        return load_model(checkpoint, torch.float64), load_tokenizer(checkpoint)
+
+
+def generate(loaded, prompts, params, drafter=None, **config):
+    model, tokenizer = loaded
+    engine = Engine(model, EngineConfig(**({"num_pages": 64, "page_size": 8} | config)), tokenizer, drafter=drafter)
+    completions = engine.generate(prompts, params)
+    assert engine.cache.num_available == engine.cache.num_pages and not engine.odds and not engine.proposed
+    return completions
+
+
+def draft_model(loaded, **options):
+    """The model drafting for itself, or with other weights drafting badly."""
+    model, _ = loaded
+    sizes = {"num_pages": 64, "page_size": 8, "max_requests": 64}
+    return DraftModel("itself", lambda: model, **(sizes | options))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("config", [
+    {"draft_tokens": 1}, {"draft_tokens": 3}, {"draft_tokens": 8}, {"draft_tokens": 4, "max_step_tokens": 7},
+    {"draft_tokens": 5, "num_pages": 14, "max_requests": 3}, {"draft_tokens": 8, "prefix_cache": False}], ids=str)
+def test_drafts_change_no_token(loaded, params, config):
+    plain = {tuple(c.request.prompt_ids): c for c in generate(loaded, PROMPTS, params)}
+    answers = {prompt: c.token_ids for prompt, c in plain.items()}
+    small = {"num_pages": config.get("num_pages", 64)}
+    drafters = [Ngram(), *(Prophet(answers, every) for every in (1, 2, 3, 5, 99)), draft_model(loaded, **small)]
+    for drafter in drafters:
+        for completion in generate(loaded, PROMPTS, params, drafter, **config):
+            expected = plain[tuple(completion.request.prompt_ids)]
+            assert completion.token_ids == expected.token_ids and completion.text == expected.text, drafter.name
+            if params.logprobs is not None:
+                ours, theirs = ([entry["logprob"] for entry in c.logprobs] for c in (completion, expected))
+                assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def test_right_drafts_all_stand(loaded):
+    """14 tokens in steps of 1, 5, 5 and 3: the last draft is cut to what may still be said."""
+    answers = {tuple(PROMPTS[3]): generate(loaded, [PROMPTS[3]], GREEDY)[0].token_ids}
+    prophet = Prophet(answers, 99)
+    for drafter in (prophet, draft_model(loaded)):
+        [completion] = generate(loaded, [PROMPTS[3]], GREEDY, drafter)
+        right = answers[tuple(PROMPTS[3])]
+        assert completion.token_ids == right
+        if drafter is not prophet:
+            assert completion.request.draft_report == {
+                "method": "itself", "proposed": 10, "accepted": 10, "steps": 4, "by_place": [3, 3, 2, 2],
+                "tokens_per_step": 3.5}
+
+
+@pytest.mark.parametrize("every", [2, 99])
+def test_an_answer_stops_within_a_draft_as_without(loaded, every):
+    [whole] = generate(loaded, [PROMPTS[3]], GREEDY)
+    prophet = Prophet({tuple(PROMPTS[3]): whole.token_ids + [0] * 9}, every)
+    for place in range(len(whole.token_ids)):
+        for fields in ({"stop_token_ids": (whole.token_ids[place],)}, {"max_tokens": place + 1},
+                       {"stop_token_ids": (whole.token_ids[place],), "min_tokens": place + 1}):
+            params = replace(GREEDY, **fields)
+            [plain] = generate(loaded, [PROMPTS[3]], params)
+            [ours] = generate(loaded, [PROMPTS[3]], params, prophet, draft_tokens=6)
+            assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+
+
+def test_pages_of_drafts_that_stood_are_found_again(loaded):
+    model, tokenizer = loaded
+    [plain] = generate(loaded, [PROMPTS[3]], GREEDY)
+    prophet = Prophet({tuple(PROMPTS[3]): plain.token_ids}, 3)
+    engine = Engine(model, EngineConfig(num_pages=64, page_size=8), tokenizer, drafter=prophet)
+    [first] = engine.generate([PROMPTS[3]], GREEDY)
+    longer = [*PROMPTS[3], *first.token_ids]
+    prophet.answers[tuple(longer)] = []
+    [again] = engine.generate([longer], GREEDY)
+    assert again.request.num_cached == 40  # of 44, whose last was never computed
+    assert again.token_ids == generate(loaded, [longer], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_other_ways_to_verify_finish_and_draw_what_the_rules_allow(loaded, verify):
+    params = replace(SAMPLED, max_tokens=30, logprobs=None)
+    for drafter in (Ngram(), draft_model(loaded, is_coupled=False)):
+        completions = generate(loaded, PROMPTS, params, drafter, verify=verify)
+        assert all(len(completion.token_ids) == 30 for completion in completions)
+        again = generate(loaded, PROMPTS, params, type(drafter)() if isinstance(drafter, Ngram) else
+                         draft_model(loaded, is_coupled=False), verify=verify)
+        assert [c.token_ids for c in again] == [c.token_ids for c in completions]
+    assert sum(c.request.draft_report["accepted"] for c in completions) > 50  # it drafts for itself
+
+
+def test_odds_choose_what_pays():
+    free = Odds(is_free=True)
+    assert free.best_length(4, 0, 0) == 4  # nothing is known
+    for _ in range(30):
+        free.observe((1, 2, 3, 4), 0, [9])
+    assert free.best_length(4, 10, 1) == 0 and free.best_length(2, 10, 1) == 2  # of other lengths nothing is known
+    for _ in range(30):
+        free.observe((1, 2, 3, 4), 0, [1])
+    assert free.best_length(4, 10, 1) == 4 and free.best_length(4, 10, 9) == 1 and free.best_length(4, 10, 11) == 0
+
+
+def test_a_costly_drafter_pauses_longer_and_longer():
+    odds = Odds(is_free=False)
+    tried = []
+    for step in range(400):
+        if length := odds.best_length(4, 10, 2):
+            tried.append(step)
+            odds.observe((1, 2, 3, 4)[:length], length, [9])
+    gaps = [b - a for a, b in pairwise(tried)]
+    assert max(gaps) > 100 and gaps[-3:] == sorted(gaps[-3:]) and len(tried) < 12
