@@ -22,7 +22,7 @@ from model import Batch, Model
 from replay import Replay
 from sampling import NO_DRAFT, Draft, Drawn, Sampler, SamplingParams, accept
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
-from speculative import Drafter, Odds
+from speculative import Drafter, Odds, Trial
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -126,6 +126,7 @@ class Engine:
         self.drafter = drafter
         self.proposed: dict[Request, Draft] = {}  # in this step, before they were cut to what pays
         self.odds: dict[Request, Odds] = {}
+        self.trials: dict[int, Trial] = {}  # by the logarithm of how many decode
         self.sums = Counter()
         self.num_submitted = 0
         self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
@@ -229,6 +230,7 @@ class Engine:
                    if request.deadline_s is not None and start_s >= request.deadline_s]
         if self.drafter is not None:
             self._propose()
+        proposed_s = time.perf_counter()
         chunks = self.scheduler.plan(self.config.max_step_tokens)
         if not chunks:
             return outputs
@@ -246,7 +248,10 @@ class Engine:
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s
-        self.scheduler.observe(chunks, 1000 * seconds)
+        if self._is_tried and all(chunk.end - chunk.start == 1 for chunk in chunks):
+            drafted = any(chunk.num_drafted for chunk in chunks)
+            self._trial(chunks).observe(drafted, 1000 * seconds, sum(map(len, drawn)))
+        self.scheduler.observe(chunks, 1000 * (time.perf_counter() - proposed_s))
         self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start + chunk.num_drafted for chunk in chunks),
                          drafted_tokens=sum(chunk.num_drafted for chunk in chunks))
         trace = self.on_step and self._trace(chunks, seconds)
@@ -335,15 +340,25 @@ class Engine:
             if request.params.max_tokens is not None:
                 room = min(room, request.params.max_tokens - request.num_output)
             limits.append(max(0, min(room - 1, self.config.draft_tokens)))
-        costs = self.scheduler.pace.of_drafts(len(decoding)) if decoding and self.config.verify == "coupled" else (0, 0)
-        odds = [self.odds.setdefault(request, Odds(self.drafter.is_free)) for request in decoding]
-        if not self.drafter.is_free:
-            limits = [of_one.best_length(limit, *costs) for of_one, limit in zip(odds, limits)]
-        for request, of_one, draft in zip(decoding, odds, self.drafter.propose(decoding, limits)):
-            self.proposed[request] = draft
-            if self.drafter.is_free:
-                draft = draft.cut(of_one.best_length(len(draft.ids), *costs))
+        costs = (0.0, 0.0)
+        if decoding and self.config.verify == "coupled":  # else tokens depend on drafts' lengths: not left to the clock
+            costs = self.scheduler.pace.of_drafts(len(decoding))
+            if self._is_tried and not self._trial(decoding).drafts:
+                limits = [0] * len(limits)
+        for request, draft in zip(decoding, self.drafter.propose(decoding, limits)):
             request.draft = draft
+            if self.drafter.is_free:
+                self.proposed[request] = draft
+                odds = self.odds.setdefault(request, Odds())
+                request.draft = draft.cut(odds.best_length(len(draft.ids), *costs))
+
+    @property
+    def _is_tried(self) -> bool:
+        return self.drafter is not None and not self.drafter.is_free and self.config.verify == "coupled"
+
+    def _trial(self, decoding: Sequence) -> Trial:
+        """Of steps in which about as many decode."""
+        return self.trials.setdefault(len(decoding).bit_length(), Trial())
 
     def _judge(self, request: Request, num_drafted: int, drawn: Sequence[Drawn | None]) -> None:
         """Notes how many of a draft's tokens stood, for the statistics and for the next drafts' length."""

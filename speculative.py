@@ -51,18 +51,14 @@ class Drafter(Protocol):
 
 
 class Odds:
-    """How likely the next token of a request's drafts stands, learnt from the drafts before. A token that was proposed
-    and not computed is compared with the one that came. Of a free drafter drafts of different lengths are told apart:
-    where it proposes more it is more certain."""
+    """How likely the next token of a request's drafts stands, learnt from those before; for drafters that are free.
+    A token that was proposed and not computed is compared with the one that came. Drafts of different lengths are told
+    apart: where a drafter proposes more it is more certain."""
 
-    KEPT = 0.9  # of a draft's weight, with every draft of its kind after it
-    # Steps without a draft before one is tried again, where to propose is not free; then twice as many.
-    FIRST_PAUSE = 32
+    KEPT = 0.9  # of a draft's weight, with every draft of its length after it
 
-    def __init__(self, is_free: bool):
-        self.is_free = is_free
+    def __init__(self):
         self.counts: dict[int, list[float]] = {}  # length proposed -> tokens that stood, tokens that were judged
-        self.pause = self.num_paused = 0
 
     def observe(self, proposed: Sequence[int], num_drafted: int, drawn: Sequence[int | None]) -> None:
         """Of `proposed`, `num_drafted` were computed, and `drawn` came of it."""
@@ -72,32 +68,57 @@ class Odds:
             num_judged = num_drafted + 1
         else:
             num_judged = min(num_kept + 1, num_drafted)
-        counts = self.counts.setdefault(len(proposed) if self.is_free else 0, [0.5, 1.0])
+        counts = self.counts.setdefault(len(proposed), [0.5, 1.0])
         counts[0] = self.KEPT * counts[0] + num_kept
         counts[1] = self.KEPT * counts[1] + num_judged
 
-    def best_length(self, num_proposed: int, step_cost: float, draft_cost: float) -> int:
-        """How many of a draft's tokens to compute for the most tokens a second, where a step costs `step_cost` a
-        request and each token of a draft adds `draft_cost` (0: unknown; then all)."""
-        kept, judged = self.counts.get(num_proposed if self.is_free else 0, (0.5, 1.0))
+    def best_length(self, num_proposed: int, step_ms: float, draft_ms: float) -> int:
+        """How many of a draft's tokens to compute for the most tokens a second, where a step takes `step_ms` for each
+        request and each token of a draft adds `draft_ms` (0: unknown; then all)."""
+        kept, judged = self.counts.get(num_proposed, (0.5, 1.0))
         chance = kept / judged
-        tokens, cost, length = 1.0, step_cost, 0
-        # One more pays if it brings more tokens for its cost than all before it for theirs.
-        while length < num_proposed and chance ** (length + 1) * cost >= draft_cost * tokens:
+        tokens, ms, length = 1.0, step_ms, 0
+        # One more pays if it brings more tokens for its time than all before it for theirs.
+        while length < num_proposed and chance ** (length + 1) * ms >= draft_ms * tokens:
             length += 1
             tokens += chance**length
-            cost += draft_cost
-        return length if self.is_free or not num_proposed else self._after_pause(length)
+            ms += draft_ms
+        return length
 
-    def _after_pause(self, length: int) -> int:
-        if length:
-            self.pause = self.num_paused = 0
-            return length
-        self.num_paused += 1
-        if self.num_paused <= self.pause:
-            return 0
-        self.pause, self.num_paused = max(self.FIRST_PAUSE, 2 * self.pause), 0
-        return int(self.pause > self.FIRST_PAUSE)  # the first pause begins now, a later one has ended
+
+class Trial:
+    """Whether a drafter that takes time is asked, found out by trying and never at much cost: of what plain steps take
+    it may lose LOSS, which it has for HORIZON tokens at first and earns with each step. Steps with drafts that bring
+    their tokens faster than plain ones let it go on. For steps in which equally many requests decode."""
+
+    LOSS, HORIZON = 0.02, 128
+    NUM_PLAIN = 3  # steps at first, to know what one takes
+    KEPT = 0.9  # of a plain step's weight, with every one after it
+
+    def __init__(self):
+        self.plain_ms = [0.0, 0.0]  # a token's: weighted sum, weights
+        self.num_plain = self.num_drafted = 0
+        self.credit = 1.0  # of the loss over HORIZON tokens
+        self.rests = False  # it went below 0, and is to become 1 again
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next step is to have drafts."""
+        return self.num_plain >= self.NUM_PLAIN and not self.rests
+
+    def observe(self, drafted: bool, ms: float, num_tokens: int) -> None:
+        """A step took `ms`, the drafter's time included, and brought so many tokens."""
+        if not drafted:
+            self.num_plain += 1
+            self.plain_ms = [self.KEPT * self.plain_ms[0] + ms / num_tokens, self.KEPT * self.plain_ms[1] + 1]
+            self.credit += 1 / self.HORIZON
+        else:
+            self.num_drafted += 1
+            token_ms = self.plain_ms[0] / self.plain_ms[1]
+            if self.num_drafted > 1:  # the first loads the model
+                self.credit -= (ms / token_ms - num_tokens) / (self.LOSS * self.HORIZON)
+        self.credit = min(self.credit, 4.0)
+        self.rests = self.credit < (1 if self.rests else 0)
 
 
 LENGTHS = (16, 8, 4, 2)  # of n-grams that are looked up, the longest first
@@ -182,10 +203,12 @@ class Ngram:
 
 @dataclass(eq=False)
 class Reading:
-    """How far a draft model has read a request: the tokens whose keys and values its own cache holds."""
+    """How far a draft model has read a request: the tokens whose keys and values its own cache holds, of which the
+    first `num_sure` at most are the request's, as far as they go, and the others were drafts."""
 
     lease: Lease = field(default_factory=Lease)
     tokens: list[int] = field(default_factory=list)
+    num_sure: int = 0
 
 
 class DraftModel:
@@ -194,8 +217,11 @@ class DraftModel:
 
     `load` makes the model when the first draft is wanted; `num_pages` pages of `page_size` tokens are its cache. What
     finds no room there gets no drafts. Drafts are drawn by the request's own rules: with the noise of the draw itself
-    if `is_coupled`, else with a draft's, and with their distributions.
+    if `is_coupled`, else with a draft's, and with their distributions. A draft ends with a token of which the model
+    itself is not SURE: it rarely stands, and the next one costs a pass.
     """
+
+    SURE = 0.5
 
     is_free, layers = False, ()
 
@@ -216,8 +242,9 @@ class DraftModel:
         probs = {request: [] for request, _ in wanting}
         while wanting:
             logits_LV = self._read([(request, [*request.tokens, *ids[request]]) for request, _ in wanting])
-            self._draw([request for request, _ in wanting], logits_LV, ids, probs)
-            wanting = [(request, limit) for request, limit in wanting if len(ids[request]) < limit]
+            is_sure = self._draw([request for request, _ in wanting], logits_LV, ids, probs)
+            wanting = [(request, limit) for (request, limit), sure in zip(wanting, is_sure)
+                       if sure and len(ids[request]) < limit]
         for request, drawn in ids.items():
             drawn = drawn[: drawn.index(-1)] if -1 in drawn else drawn  # a row with nothing to draw from
             rows = probs[request][: len(drawn)]
@@ -247,10 +274,11 @@ class DraftModel:
             reading = self.readings[request] = Reading()
             self.cache.open(reading.lease)
             reading.tokens = tokens[: self.cache.match(reading.lease, tokens)]
-        agreed = len(reading.tokens)
-        while agreed > request.num_prompt and reading.tokens[agreed - 1 :] != tokens[agreed - 1 : agreed]:
-            agreed -= 1  # only drafts can differ, and those stand at the end
+        agreed = min(reading.num_sure, len(reading.tokens))
+        while agreed < len(reading.tokens) and agreed < len(tokens) and reading.tokens[agreed] == tokens[agreed]:
+            agreed += 1
         del reading.tokens[min(agreed, len(tokens) - 1) :]
+        reading.num_sure = len(tokens)
         if self.cache.grow(reading.lease, len(tokens) + limit):
             return True
         self.forget(request)
@@ -283,7 +311,8 @@ class DraftModel:
                          if len(self.readings[request].tokens) < len(tokens)]
         return self.model.logits(torch.stack(list(last.values())))
 
-    def _draw(self, requests: Sequence[Request], logits_LV: Tensor, ids: dict, probs: dict) -> None:
+    def _draw(self, requests: Sequence[Request], logits_LV: Tensor, ids: dict, probs: dict) -> list[bool]:
+        """Draws each request's next draft: whether it is sure of it."""
         rules = [list(request.sampler.rules_along(ids[request]))[-1] for request in requests]
         keys = []
         for request in requests:
@@ -292,5 +321,8 @@ class DraftModel:
         if not self.is_coupled:
             for request, p_V in zip(requests, kernels.distribution(logits_LV, rules)):
                 probs[request].append(p_V)
-        for request, id in zip(requests, self.model.ops.draw(logits_LV, rules, keys).tolist()):
+        drawn_L = self.model.ops.draw(logits_LV, rules, keys)
+        for request, id in zip(requests, drawn_L.tolist()):
             ids[request].append(id)
+        chance_L = torch.log_softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None])[:, 0].exp()
+        return ((chance_L >= self.SURE) & (drawn_L >= 0)).tolist()

@@ -307,6 +307,29 @@ def test_stdout_carries_the_answer_alone(call, abc):
     assert call("-m", abc, "-p", "x", "-n", "2").out == "ab\n"
 
 
+def test_drafts_change_nothing_but_the_steps(call, tmp_path):
+    """A model that repeats itself, with n-grams and with itself as the draft model."""
+    loop = tiny.scripted(tmp_path / "loop", {None: ord("a"), ord("a"): ord("b"), ord("b"): ord("c"), ord("c"): ord("a")})
+    words = ("--json", "-m", loop, "-p", "x", "--raw", "-n", 40, "--max-requests", 2)
+    [plain] = call(*words).lines
+    for method, name in (("ngram", "ngram"), (loop, loop.name)):
+        for verify in ("coupled", "rejection", "block"):
+            [fields] = call(*words, "--draft", method, "--draft-tokens", 3, "--verify", verify).lines
+            assert fields["token_ids"] == plain["token_ids"] and fields["text"] == plain["text"]
+            draft = fields["draft"]
+            assert draft["method"] == name and 0 < draft["accepted"] <= draft["proposed"]
+            assert draft["steps"] + draft["accepted"] >= 40 > draft["steps"] and len(draft["by_place"]) == 3
+    line = call("-m", loop, "-p", "x", "--raw", "-n", 40, "--draft", "ngram", "--stats").err
+    assert "draft " in line and "%" in line
+
+
+def test_a_draft_model_of_other_tokens_is_refused(call, abc, tmp_path):
+    other = tiny.scripted(tmp_path / "other", {None: ord("a")}, vocab=330)
+    for draft, words in ((other, "both must have the same tokens"), (tmp_path / "none", "none")):
+        result = call("-m", abc, "-p", "x", "--draft", draft)
+        assert result.status != 0 and words in result.err and result.out == ""
+
+
 def test_json_has_the_promised_fields(call, abc):
     result = call("--json", "-m", abc, "-p", "x", "--raw", "--logprobs", "2")
     [fields] = result.lines

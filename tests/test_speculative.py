@@ -18,7 +18,7 @@ from engine import Engine, EngineConfig
 from model import load_model
 from sampling import Draft, SamplingParams
 from scheduler import Request
-from speculative import LENGTHS, DraftModel, Ngram, Odds
+from speculative import LENGTHS, DraftModel, Ngram, Odds, Trial
 from vocab import load_tokenizer
 
 
@@ -245,7 +245,9 @@ def draft_model(loaded, **options):
     """The model drafting for itself, or with other weights drafting badly."""
     model, _ = loaded
     sizes = {"num_pages": 64, "page_size": 8, "max_requests": 64}
-    return DraftModel("itself", lambda: model, **(sizes | options))
+    drafter = DraftModel("itself", lambda: model, **(sizes | options))
+    drafter.SURE = 0  # of random weights' tokens nobody is
+    return drafter
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -267,7 +269,7 @@ def test_drafts_change_no_token(loaded, params, config):
 
 
 def test_right_drafts_all_stand(loaded):
-    """14 tokens in steps of 1, 5, 5 and 3: the last draft is cut to what may still be said."""
+    """14 tokens: three in plain steps, which tell what one takes, then 5, 5 and the last."""
     answers = {tuple(PROMPTS[3]): generate(loaded, [PROMPTS[3]], GREEDY)[0].token_ids}
     prophet = Prophet(answers, 99)
     for drafter in (prophet, draft_model(loaded)):
@@ -276,8 +278,8 @@ def test_right_drafts_all_stand(loaded):
         assert completion.token_ids == right
         if drafter is not prophet:
             assert completion.request.draft_report == {
-                "method": "itself", "proposed": 10, "accepted": 10, "steps": 4, "by_place": [3, 3, 2, 2],
-                "tokens_per_step": 3.5}
+                "method": "itself", "proposed": 8, "accepted": 8, "steps": 6, "by_place": [2, 2, 2, 2],
+                "tokens_per_step": 14 / 6}
 
 
 @pytest.mark.parametrize("every", [2, 99])
@@ -319,22 +321,36 @@ def test_other_ways_to_verify_finish_and_draw_what_the_rules_allow(loaded, verif
 
 
 def test_odds_choose_what_pays():
-    free = Odds(is_free=True)
-    assert free.best_length(4, 0, 0) == 4  # nothing is known
+    odds = Odds()
+    assert odds.best_length(4, 0, 0) == 4  # nothing is known
     for _ in range(30):
-        free.observe((1, 2, 3, 4), 0, [9])
-    assert free.best_length(4, 10, 1) == 0 and free.best_length(2, 10, 1) == 2  # of other lengths nothing is known
+        odds.observe((1, 2, 3, 4), 0, [9])
+    assert odds.best_length(4, 10, 1) == 0 and odds.best_length(2, 10, 1) == 2  # of other lengths nothing is known
     for _ in range(30):
-        free.observe((1, 2, 3, 4), 0, [1])
-    assert free.best_length(4, 10, 1) == 4 and free.best_length(4, 10, 9) == 1 and free.best_length(4, 10, 11) == 0
+        odds.observe((1, 2, 3, 4), 0, [1])
+    assert odds.best_length(4, 10, 1) == 4 and odds.best_length(4, 10, 9) == 1 and odds.best_length(4, 10, 11) == 0
 
 
-def test_a_costly_drafter_pauses_longer_and_longer():
-    odds = Odds(is_free=False)
-    tried = []
-    for step in range(400):
-        if length := odds.best_length(4, 10, 2):
-            tried.append(step)
-            odds.observe((1, 2, 3, 4)[:length], length, [9])
-    gaps = [b - a for a, b in pairwise(tried)]
-    assert max(gaps) > 100 and gaps[-3:] == sorted(gaps[-3:]) and len(tried) < 12
+def steps_with_drafts(trial, ms_with, ms_without, tokens_with, num_steps=1000):
+    drafted = []
+    for step in range(num_steps):
+        drafted.append(trial.drafts)
+        tokens = tokens_with(step) if trial.drafts else 1
+        trial.observe(trial.drafts, ms_with if drafted[-1] else ms_without, tokens)
+    return drafted
+
+
+def test_a_drafter_that_does_not_pay_costs_next_to_nothing():
+    drafted = steps_with_drafts(Trial(), 30, 10, lambda step: 1)
+    assert drafted[:4] == [False, False, False, True]  # a plain step's time is known first
+    assert 20 * sum(drafted[:128]) - 20 <= 0.03 * 1280 + 20  # the first loads a model; one more overdraws
+    assert 20 * sum(drafted) <= 0.03 * 10000
+
+
+def test_a_drafter_that_pays_is_used():
+    assert sum(steps_with_drafts(Trial(), 30, 10, lambda step: 4)) == 997
+
+
+def test_a_drafter_that_begins_to_pay_is_noticed():
+    drafted = steps_with_drafts(Trial(), 30, 10, lambda step: 1 if step < 300 else 8, 3000)
+    assert sum(drafted[:300]) < 12 and sum(drafted[1500:]) > 1400
