@@ -309,7 +309,7 @@ def test_stdout_carries_the_answer_alone(call, abc):
 
 def test_drafts_change_nothing_but_the_steps(call, tmp_path):
     """A model that repeats itself, with n-grams and with itself as the draft model."""
-    loop = tiny.scripted(tmp_path / "loop", {None: ord("a"), ord("a"): ord("b"), ord("b"): ord("c"), ord("c"): ord("a")})
+    loop = tiny.scripted(tmp_path / "loop", {None: 97, 97: 98, 98: 99, 99: 97})
     words = ("--json", "-m", loop, "-p", "x", "--raw", "-n", 40, "--max-requests", 2)
     [plain] = call(*words).lines
     for method, name in (("ngram", "ngram"), (loop, loop.name)):
