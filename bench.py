@@ -28,6 +28,7 @@ from model import Model
 from peer import ADAPTERS, Peer, Run
 from sampling import SamplingParams
 from scheduler import Request
+from speculative import Ngram
 from terminal import decode_utf8
 
 REPEATS = 5
@@ -90,9 +91,9 @@ WORKLOADS = (
     Workload("prefix", 1056, 8, served_interval, 32, shared_tokens=1024, variant="uncached"),
     Workload("mixed", 562, 562, answered_interval, 256, spread=462),
 )
-STALL, STARTUP = "stall", "startup"   # workloads that are measured by themselves
+STALL, STARTUP, DRAFT = "stall", "startup", "draft"   # workloads that are measured by themselves
+DRAFT_TOKENS = 128
 NOT_BY_DEFAULT = ("mixed",)   # takes longer than all the others
-PLANNED = ("draft",)
 HEADER = (f"{'name':<10}{'variant':<13}{'engine':<14}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
           f"{'of limit':>10}")
 
@@ -134,26 +135,26 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
 
 def name_problem(names: Sequence[str], peers: Sequence[str]) -> str | None:
     """Why these workloads or peers cannot be measured, in one line, or None."""
-    built = [*dict.fromkeys(workload.name for workload in WORKLOADS), STALL, STARTUP]
-    for kind, given, known, planned in (("workload", names, built, PLANNED), ("peer", peers, list(ADAPTERS), ())):
+    built = [*dict.fromkeys(workload.name for workload in WORKLOADS), STALL, STARTUP, DRAFT]
+    for kind, given, known in (("workload", names, built), ("peer", peers, list(ADAPTERS))):
         for name in given:
-            if name in planned:
-                return f"{kind} '{name}' is not built yet: there is {', '.join(known)} so far"
             if name not in known:
-                return f"unknown {kind} '{name}': there is {', '.join([*known, *planned])}"
+                return f"unknown {kind} '{name}': there is {', '.join(known)}"
     return None
 
 
 def measurements(args, engine: Engine, limits: dict, peers: Sequence[Peer]) -> Iterator[list[dict]]:
     """The rows of each workload that was asked for, once they are measured. The limits are measured again beside each:
     what disturbs the machine for a while must not pass for its limit."""
-    names = args.names or [*(w.name for w in WORKLOADS if w.name not in NOT_BY_DEFAULT), STALL, STARTUP]
+    names = args.names or [*(w.name for w in WORKLOADS if w.name not in NOT_BY_DEFAULT), DRAFT, STALL, STARTUP]
     for workload in WORKLOADS:
         if workload.name in names:
             if workload.spread:
                 workload = replace(workload, requests=max(1, round(args.scale * workload.requests)))
             limits |= {name: max(limits[name], limit) for name, limit in machine_limits(engine.model).items()}
             yield measure(engine, workload, limits, peers if workload.for_peers else ())
+    if DRAFT in names:
+        yield measure_draft(engine)
     if STALL in names:
         yield [measure_stall(engine)]
     if STARTUP in names:
@@ -209,6 +210,31 @@ def measure(engine: Engine, workload: Workload, limits: dict, peers: Sequence[Pe
         if name != "quire":
             row |= tallies["quire"].compared_with(tally)
         rows.append(row)
+    return rows
+
+
+def measure_draft(engine: Engine) -> list[dict]:
+    """Decoding without and with drafts, in turns: those of --draft, or n-grams. The text invites to repeat it: a module
+    of this engine, and its beginning again."""
+    source = Path(__file__).with_name("pace.py").read_text(encoding="utf-8")
+    ids = engine.tokenizer.encode(f"{source}\n\n# The same module again:\n\n{source[:400]}")
+    ids = ids[-max(1, int(engine.capacity) - DRAFT_TOKENS - 1) :]
+    drafter = engine.drafting.drafter if engine.drafting else Ngram()
+    engines = {variant: Engine(engine.model, engine.config, engine.tokenizer, drafter=by)
+               for variant, by in (("plain", None), (drafter.name, drafter))}
+    reports = {}
+
+    def decode(variant: str) -> float:
+        [completion] = engines[variant].generate([ids], SamplingParams(max_tokens=DRAFT_TOKENS, ignore_eos=True))
+        request = completion.request
+        reports[variant] = request.draft_report
+        return (request.num_output - 1) / (request.finished_s - request.first_token_s)
+
+    tallies = take_turns({variant: lambda _, variant=variant: decode(variant) for variant in engines})
+    rows = []
+    for variant, tally in tallies.items():
+        rows.append(row_of("quire", DRAFT, variant, 1, len(ids), DRAFT_TOKENS) | tally.summary()
+                    | {"tokens_per_s": tally.median, "draft": reports.get(variant)})
     return rows
 
 

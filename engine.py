@@ -20,9 +20,9 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from replay import Replay
-from sampling import NO_DRAFT, Draft, Drawn, Sampler, SamplingParams, accept
+from sampling import Drawn, Sampler, SamplingParams, accept
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
-from speculative import Drafter, Odds, Trial
+from speculative import Drafter, Drafting
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -123,13 +123,16 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.config.max_requests, self.config.classes)
         self.writers: dict[Request, Writer] = {}  # of every request that is not finished
         self.ids: set[str] = set()  # theirs
-        self.drafter = drafter
-        self.proposed: dict[Request, Draft] = {}  # in this step, before they were cut to what pays
-        self.odds: dict[Request, Odds] = {}
-        self.trials: dict[int, Trial] = {}  # by the logarithm of how many decode
+        self.drafting: Drafting | None = None
+        if drafter is not None:
+            self.draft_with(drafter)
         self.sums = Counter()
         self.num_submitted = 0
         self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """Has requests from now on decode with drafts."""
+        self.drafting = Drafting(drafter, self.config.draft_tokens, is_coupled=self.config.verify == "coupled")
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
@@ -175,7 +178,7 @@ class Engine:
         request = Request(id, params, tokens, sampler, submitted_s=now, class_name=class_name,
                           deadline_s=None if deadline_s is None else now + deadline_s,
                           logprobs=None if params.logprobs is None else [],
-                          draft_method=self.drafter and self.drafter.name)
+                          draft_method=self.drafting and self.drafting.drafter.name)
         stream = self.tokenizer.stream(tokens, show_special) if self.tokenizer else None
         self.scheduler.add(request)
         self.writers[request] = Writer(stream, params, end_ids)
@@ -228,7 +231,7 @@ class Engine:
         start_s = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
                    if request.deadline_s is not None and start_s >= request.deadline_s]
-        if self.drafter is not None:
+        if self.drafting is not None:
             self._propose()
         proposed_s = time.perf_counter()
         chunks = self.scheduler.plan(self.config.max_step_tokens)
@@ -248,9 +251,8 @@ class Engine:
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s
-        if self._is_tried and all(chunk.end - chunk.start == 1 for chunk in chunks):
-            drafted = any(chunk.num_drafted for chunk in chunks)
-            self._trial(chunks).observe(drafted, 1000 * seconds, sum(map(len, drawn)))
+        if self.drafting is not None:
+            self.drafting.observe(chunks, 1000 * seconds, sum(map(len, drawn)))
         self.scheduler.observe(chunks, 1000 * (time.perf_counter() - proposed_s))
         self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start + chunk.num_drafted for chunk in chunks),
                          drafted_tokens=sum(chunk.num_drafted for chunk in chunks))
@@ -304,7 +306,9 @@ class Engine:
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""
         request, text, token_ids = chunk.request, "", []
-        self._judge(request, chunk.num_drafted, drawn)
+        request.num_draws += 1
+        if self.drafting is not None:
+            self.drafting.judge(request, chunk.num_drafted, [token and token.id for token in drawn])
         for place, token in enumerate(drawn):
             if token is None:
                 request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is "
@@ -332,47 +336,15 @@ class Engine:
         return Output(request, text, token_ids)
 
     def _propose(self) -> None:
-        """Has the drafter propose for all who decode: no more than can be kept, and than pays."""
+        """Has drafts proposed for all who decode, of no more tokens than they may still get."""
         decoding = [request for request in self.scheduler.running if request.want == 1]
-        limits = []
+        rooms = []
         for request in decoding:
             room = self.most_tokens(request) - len(request.tokens)
             if request.params.max_tokens is not None:
                 room = min(room, request.params.max_tokens - request.num_output)
-            limits.append(max(0, min(room - 1, self.config.draft_tokens)))
-        costs = (0.0, 0.0)
-        if decoding and self.config.verify == "coupled":  # else tokens depend on drafts' lengths: not left to the clock
-            costs = self.scheduler.pace.of_drafts(len(decoding))
-            if self._is_tried and not self._trial(decoding).drafts:
-                limits = [0] * len(limits)
-        for request, draft in zip(decoding, self.drafter.propose(decoding, limits)):
-            request.draft = draft
-            if self.drafter.is_free:
-                self.proposed[request] = draft
-                odds = self.odds.setdefault(request, Odds())
-                request.draft = draft.cut(odds.best_length(len(draft.ids), *costs))
-
-    @property
-    def _is_tried(self) -> bool:
-        return self.drafter is not None and not self.drafter.is_free and self.config.verify == "coupled"
-
-    def _trial(self, decoding: Sequence) -> Trial:
-        """Of steps in which about as many decode."""
-        return self.trials.setdefault(len(decoding).bit_length(), Trial())
-
-    def _judge(self, request: Request, num_drafted: int, drawn: Sequence[Drawn | None]) -> None:
-        """Notes how many of a draft's tokens stood, for the statistics and for the next drafts' length."""
-        request.num_draws += 1
-        if self.drafter is None:
-            return
-        request.num_drafted += num_drafted
-        num_kept = len(drawn) - 1
-        request.kept_by_place += [0] * (num_drafted - len(request.kept_by_place))
-        for place in range(num_kept):
-            request.kept_by_place[place] += 1
-        if (proposed := self.proposed.pop(request, NO_DRAFT)).ids:
-            self.odds[request].observe(proposed.ids, num_drafted, [token and token.id for token in drawn])
-        request.draft = NO_DRAFT
+            rooms.append(max(0, room - 1))
+        self.drafting.propose(decoding, rooms, self.scheduler.pace)
 
     def most_tokens(self, request: Request) -> int:
         """Prompt and answer together: what its class allows, and what there is room for."""
@@ -389,10 +361,8 @@ class Engine:
         self.scheduler.remove(request)
         rest = self.writers.pop(request).close()
         self.ids.remove(request.id)
-        if self.drafter is not None:
-            self.drafter.forget(request)
-            self.odds.pop(request, None)
-            self.proposed.pop(request, None)
+        if self.drafting is not None:
+            self.drafting.forget(request)
         request.pieces.append(rest)
         request.finish_reason = reason
         request.finished_s = time.perf_counter()

@@ -354,7 +354,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
     model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
-    engine.drafter = make_drafter(engine, draft, args)
+    if (drafter := make_drafter(engine, draft, args)) is not None:
+        engine.draft_with(drafter)
     if args.trace is not None:
         engine.on_step = trace_writer(args.trace)
     return engine

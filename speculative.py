@@ -16,9 +16,10 @@ from torch import Tensor
 import kernels
 from kvcache import Cache, Lease
 from model import Batch, Model
+from pace import Pace
 from replay import Replay
 from sampling import NO_DRAFT, Draft, draft_key, noise_key
-from scheduler import Request
+from scheduler import Chunk, Request
 
 
 class Drafter(Protocol):
@@ -119,6 +120,57 @@ class Trial:
                 self.credit -= (ms / token_ms - num_tokens) / (self.LOSS * self.HORIZON)
         self.credit = min(self.credit, 4.0)
         self.rests = self.credit < (1 if self.rests else 0)
+
+
+class Drafting:
+    """A drafter at work in the step loop: how many tokens it is asked for, and what became of them. `is_coupled`:
+    tokens do not depend on the drafts, so their length may be left to the clock; else it is always `most_tokens`."""
+
+    def __init__(self, drafter: Drafter, most_tokens: int, is_coupled: bool):
+        self.drafter, self.most_tokens, self.is_coupled = drafter, most_tokens, is_coupled
+        self.proposed: dict[Request, Draft] = {}  # in this step, before they were cut to what pays
+        self.odds: dict[Request, Odds] = {}
+        self.trials: dict[int, Trial] = {}  # by the logarithm of how many decode
+
+    def propose(self, requests: Sequence[Request], rooms: Sequence[int], pace: Pace) -> None:
+        """Sets the drafts of all who decode, of at most `rooms[i]` tokens."""
+        limits = [min(room, self.most_tokens) for room in rooms]
+        costs = pace.of_drafts(len(requests)) if requests and self.is_coupled else (0.0, 0.0)
+        if requests and self._is_tried and not self._trial(requests).drafts:
+            limits = [0] * len(limits)
+        for request, draft in zip(requests, self.drafter.propose(requests, limits)):
+            request.draft = draft
+            if self.drafter.is_free:
+                self.proposed[request] = draft
+                odds = self.odds.setdefault(request, Odds())
+                request.draft = draft.cut(odds.best_length(len(draft.ids), *costs))
+
+    def judge(self, request: Request, num_drafted: int, drawn: Sequence[int | None]) -> None:
+        """Notes what was drawn where `num_drafted` of a request's draft were computed: what stood, and one more."""
+        request.num_drafted += num_drafted
+        request.kept_by_place += [0] * (num_drafted - len(request.kept_by_place))
+        for place in range(len(drawn) - 1):
+            request.kept_by_place[place] += 1
+        if (proposed := self.proposed.pop(request, NO_DRAFT)).ids:
+            self.odds[request].observe(proposed.ids, num_drafted, drawn)
+        request.draft = NO_DRAFT
+
+    def observe(self, chunks: Sequence[Chunk], ms: float, num_tokens: int) -> None:
+        """A step took `ms`, proposing included, and drew so many tokens."""
+        if self._is_tried and all(chunk.end - chunk.start == 1 for chunk in chunks):
+            self._trial(chunks).observe(any(chunk.num_drafted for chunk in chunks), ms, num_tokens)
+
+    def forget(self, request: Request) -> None:
+        self.drafter.forget(request)
+        self.odds.pop(request, None)
+        self.proposed.pop(request, None)
+
+    @property
+    def _is_tried(self) -> bool:
+        return not self.drafter.is_free and self.is_coupled
+
+    def _trial(self, decoding: Sequence) -> Trial:
+        return self.trials.setdefault(len(decoding).bit_length(), Trial())
 
 
 LENGTHS = (16, 8, 4, 2)  # of n-grams that are looked up, the longest first

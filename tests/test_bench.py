@@ -164,7 +164,6 @@ def test_document(llama, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (bench_args("decode", "draft"), "workload 'draft' is not built yet"),
     (bench_args("speed"), "unknown workload 'speed': there is prefill, decode"),
     (bench_args(peer=["ollama"]), "unknown peer 'ollama': there is llama.cpp, transformers, openvino"),
 ])
@@ -359,3 +358,10 @@ def test_stall_compares_steps_with_and_without_a_prompt_beside_them(llama, monke
 def test_limit_fraction_is_that_of_the_narrower_limit():
     assert bench.least_seconds(2e9, 1e9, FAST_LIMITS) == pytest.approx(0.1)
     assert bench.least_seconds(2e9, 50e9, FAST_LIMITS) == pytest.approx(0.5)
+
+
+def test_draft_is_measured_with_and_without(engine):
+    plain, drafted = bench.measure_draft(engine)
+    assert (plain["variant"], drafted["variant"]) == ("plain", "ngram") and plain["draft"] is None
+    assert plain["tokens_per_s"] > 0 and drafted["tokens_per_s"] > 0 and drafted["draft"]["steps"] > 0
+    assert bench.table_row(drafted | {"limit_fraction": None}).startswith("draft     ngram        quire")

@@ -237,7 +237,9 @@ def generate(loaded, prompts, params, drafter=None, **config):
     model, tokenizer = loaded
     engine = Engine(model, EngineConfig(**({"num_pages": 64, "page_size": 8} | config)), tokenizer, drafter=drafter)
     completions = engine.generate(prompts, params)
-    assert engine.cache.num_available == engine.cache.num_pages and not engine.odds and not engine.proposed
+    assert engine.cache.num_available == engine.cache.num_pages
+    if drafter is not None:
+        assert not engine.drafting.odds and not engine.drafting.proposed
     return completions
 
 
