@@ -4,7 +4,7 @@ which drafts stand.
 Owns which fields there are and what each request's are. The draw itself, kernels.draw, is an operation like others.
 Knows nothing of requests, pages, text, or where drafts come from.
 Randomness is keyed by (seed, position, purpose), never taken from a stream: whatever else runs, however a prompt is cut
-into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `draw`, then `accept`.
+into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `accept`.
 """
 
 import math
@@ -280,15 +280,6 @@ class Sampler:
             self.count_V[id] += 1
 
 
-def draw(logits_LV: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], ops=kernels) -> list[Drawn | None]:
-    """One token for each row of `logits_LV`; row l's token will stand at `positions[l]` of its sequence. `ops` are the
-    operations in use: kernels, or a native.Native.
-
-    None for a row whose logits are not finite, or of which nothing is left to draw from. Rows do not see each other.
-    """
-    return [drawn for drawn, in accept(logits_LV, [NO_DRAFT] * len(samplers), samplers, positions, ops=ops)]
-
-
 def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
     if params.logprobs is None:
         return Drawn(id)
@@ -309,7 +300,8 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
 
     Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token at positions[r] + j, given that
     its first j drafts stand. Penalties count these drafts; the samplers stay as they are. Rows of different requests do
-    not see each other. The last is None instead where `draw` would have found nothing to draw from.
+    not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not finite, or
+    has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` it is.
 
     coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
     rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
@@ -389,8 +381,3 @@ def residual(p_V: Tensor, q_V: Tensor, weight: float) -> Tensor:
     left_V = (weight * p_V - q_V).clamp(min=0)
     total = left_V.sum()
     return left_V / total if total > 0 else p_V  # nothing is left where p = q; there only rounding makes a draft fall
-
-
-def overlap(p_V: Tensor, q_V: Tensor) -> float:
-    """1 - the total variation distance: the chance that one draft from q stands against p."""
-    return float(torch.minimum(p_V, q_V).sum())

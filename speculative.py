@@ -23,7 +23,7 @@ from scheduler import Chunk, Request
 
 
 class Drafter(Protocol):
-    """What the engine asks of any drafter; a step is propose, plan, forward, accept, observe.
+    """What the engine asks of any drafter; a step is propose, plan, forward, accept.
 
     Rewinds: a request's tokens are only ever appended to, several at a time, and drafts never become part of them
     before they stand. What a drafter computed for drafts (keys and values, features) it keeps as far as `tokens` agree
@@ -37,15 +37,10 @@ class Drafter(Protocol):
 
     name: str
     is_free: bool  # whether to propose costs nothing beside a step: then what is not computed is proposed all the same
-    layers: tuple[int, ...]  # whose outputs `observe` is given, side by side: EAGLE-3 three, MTP and Medusa the last
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """A draft for each request, at most `limits[i]` tokens, to follow its tokens. Once a step, for all that only
         lack their last token's logits: a draft model runs for all of them at once. The plan may cut what it gets."""
-
-    def observe(self, requests: Sequence[Request], starts: Sequence[int], hidden: Sequence[Tensor]) -> None:
-        """After accept: request i's tokens from `starts[i]` on were computed, and its rows of `layers` are `hidden[i]`
-        (T, D), of prompts and of drafts that stand, not of those that fell: MTP's and EAGLE's caches need each row."""
 
     def forget(self, request: Request) -> None:
         """It has ended."""
@@ -214,7 +209,7 @@ class Ngram:
     A token costs the same however long the text is: it ends an n-gram of each length.
     """
 
-    name, is_free, layers = "ngram", True, ()
+    name, is_free = "ngram", True
 
     def __init__(self, reach: int = 1, shared_tokens: int = 0):
         self.reach, self.half_tokens = reach, shared_tokens // 2
@@ -223,9 +218,6 @@ class Ngram:
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         return [self._draft(request, limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def observe(self, requests: Sequence[Request], starts: Sequence[int], hidden: Sequence[Tensor]) -> None:
-        pass  # the tokens say it all
 
     def forget(self, request: Request) -> None:
         self.own.pop(request, None)
@@ -275,7 +267,7 @@ class DraftModel:
 
     SURE = 0.5
 
-    is_free, layers = False, ()
+    is_free = False
 
     def __init__(self, name: str, load: Callable[[], Model], num_pages: int, page_size: int, max_requests: int,
                  is_coupled: bool = True, max_step_tokens: int = 512):
@@ -302,9 +294,6 @@ class DraftModel:
             rows = probs[request][: len(drawn)]
             drafts[request] = Draft(tuple(drawn), torch.stack(rows) if rows else None)
         return [drafts.get(request, NO_DRAFT) for request in requests]
-
-    def observe(self, requests: Sequence[Request], starts: Sequence[int], hidden: Sequence[Tensor]) -> None:
-        pass  # it reads the tokens when it is asked
 
     def forget(self, request: Request) -> None:
         if (reading := self.readings.pop(request, None)) is not None:

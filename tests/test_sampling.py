@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import DrawRules, adjusted, candidates, gumbel
-from sampling import Sampler, SamplingParams, draw, noise_key
+from sampling import NO_DRAFT, Sampler, SamplingParams, accept, noise_key
 
 QUARTET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -21,6 +21,11 @@ def randn(seed, *shape):
 
 def sampler(prompt=(), end_ids=(), vocab=4, **fields):
     return Sampler(SamplingParams(**({"seed": 0} | fields)), prompt, end_ids, vocab)
+
+
+def draw(logits_LV, samplers, positions, ops=kernels):
+    """One token for each row: without drafts."""
+    return [drawn for drawn, in accept(logits_LV, [NO_DRAFT] * len(samplers), samplers, positions, ops=ops)]
 
 
 def draw_one(logits_V, position=0, **fields):

@@ -197,22 +197,18 @@ def test_tokens_with_ngram_drafts_are_those_without(fields):
 class Prophet:
     """Proposes the known answer, with a wrong token here and there: any number of tokens may stand."""
 
-    name, is_free, layers = "prophet", True, ()
+    name, is_free = "prophet", True
 
     def __init__(self, answers, every):
-        self.answers, self.every, self.limits = answers, every, []
+        self.answers, self.every = answers, every
 
     def propose(self, requests, limits):
-        self.limits += limits
         return [self.draft(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def draft(self, request, limit):
         start = request.num_output
         ids = self.answers[tuple(request.prompt_ids)][start : start + limit]
         return Draft(tuple((id + ((start + j) % self.every == 0)) % 256 for j, id in enumerate(ids)))
-
-    def observe(self, requests, starts, hidden):
-        pass
 
     def forget(self, request):
         pass
