@@ -240,14 +240,14 @@ class Engine:
         chunks.sort(key=lambda chunk: self._is_rounded(chunk.end - chunk.start))  # those last
         drawing = [chunk for chunk in chunks if chunk.draws]
         batch = self._pack(chunks)
-        h_TD = self.replay.forward(batch)
+        h_TD, taps = self.replay.forward(batch)
         drawn: list[list[Drawn | None]] = []
         if drawing:
-            logits_LV = self.model.logits(h_TD[batch.row_L])
-            drafts = [chunk.request.draft.cut(chunk.num_drafted) for chunk in drawing]
             samplers = [chunk.request.sampler for chunk in drawing]
-            drawn = accept(logits_LV, drafts, samplers, [chunk.end for chunk in drawing], self.config.verify,
-                           self.model.ops)
+            drawn = accept(self.model.logits(h_TD[batch.row_L]), [chunk.draft for chunk in drawing], samplers,
+                           [chunk.end for chunk in drawing], self.config.verify, self.model.ops)
+        if self.drafting is not None:
+            self._follow(chunks, dict(zip(drawing, drawn)), h_TD, taps)
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s
@@ -291,8 +291,7 @@ class Engine:
         return self.config.prefill == "bfloat16" and num_tokens >= LARGE_CHUNK
 
     def _pack(self, chunks: list[Chunk]) -> Batch:
-        tokens = [[*chunk.request.tokens[chunk.start : chunk.end], *chunk.request.draft.ids[: chunk.num_drafted]]
-                  for chunk in chunks]
+        tokens = [[*chunk.request.tokens[chunk.start : chunk.end], *chunk.draft.ids] for chunk in chunks]
         row_L, end, num_exact = [], 0, None
         for chunk in chunks:
             if num_exact is None and self._is_rounded(chunk.end - chunk.start):
@@ -300,15 +299,37 @@ class Engine:
             end += chunk.end - chunk.start + chunk.num_drafted
             if chunk.draws:
                 row_L += range(end - chunk.num_drafted - 1, end)
+        taps = self.drafting.drafter.taps if self.drafting is not None else None
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
-                          [chunk.start for chunk in chunks], row_L, num_exact)
+                          [chunk.start for chunk in chunks], row_L, num_exact, taps or (),
+                          [chunk.draft.parents for chunk in chunks])
+
+    def _follow(self, chunks: list[Chunk], drawn: Mapping[Chunk, Sequence[Drawn | None]], h_TD: torch.Tensor,
+                taps: Sequence[torch.Tensor]) -> None:
+        """Where drafts stand: keys and values of a tree's path move to the text's places, among which others lie; and
+        the drafter is shown the hidden rows of all tokens that are the text's now."""
+        rows, spans, moves, first = [], [], [], 0
+        for chunk in chunks:
+            kept = iter([token.id for token in drawn.get(chunk, ())[:-1]])
+            path = chunk.draft.path(lambda _: next(kept, None))
+            last = chunk.end - chunk.start - 1
+            rows += [*range(first, first + last), *(first + last + row for row in path)]
+            spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
+            moves += [(chunk.request.lease.row, chunk.end - 1 + row, chunk.end - 1 + depth)
+                      for depth, row in enumerate(path) if row != depth]
+            first += last + 1 + chunk.num_drafted
+        if moves:
+            self.model.move_(self.cache, *self.cache.slots(moves))
+        if self.drafting.drafter.taps is not None:
+            row_T = torch.tensor(rows, device=h_TD.device)
+            self.drafting.drafter.observe(spans, h_TD[row_T], [tap_TD[row_T] for tap_TD in taps])
 
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""
         request, text, token_ids = chunk.request, "", []
         request.num_draws += 1
         if self.drafting is not None:
-            self.drafting.judge(request, chunk.num_drafted, [token and token.id for token in drawn])
+            self.drafting.judge(request, chunk.draft, [token and token.id for token in drawn])
         for place, token in enumerate(drawn):
             if token is None:
                 request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is "
@@ -419,7 +440,7 @@ class Engine:
                 rows = range(max(first - start, 0), len(chunk))
                 num_exact = 0 if self._is_rounded(len(chunk)) else None
                 batch = Batch.pack(self.cache, [lease.row], [chunk], [start], rows, num_exact)
-                logits.append(self.model.logits(self.model.forward(batch, self.cache)[batch.row_L]))
+                logits.append(self.model.logits(self.model.forward(batch, self.cache)[0][batch.row_L]))
         finally:
             self.cache.release(lease)
         return torch.cat(logits)

@@ -43,7 +43,7 @@ def cpu_name() -> str:
 def matrices(model: Model) -> list[Linear]:
     """Every matrix that a step multiplies by; the embedding table counts as the head where the two are tied."""
     return [linear for layer in model.layers
-            for linear in (layer.attn_qkv, layer.attn_output, layer.ffn_gate_up, layer.ffn_down)] + [model.output]
+            for linear in (layer.attention.qkv, layer.attention.output, layer.ffn.gate_up, layer.ffn.down)] + [model.output]
 
 
 def arithmetic(model: Model) -> str:

@@ -35,6 +35,10 @@ class Batch:
     For each group of the cache `slots_T` says where each token's keys and values go, and `tables` holds the page tables
     of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. Rows from
     `num_exact` on (None: none) multiply in bfloat16. starts_S1, lengths_S and lease_S are read by the host.
+
+    A request's new tokens may be a tree of drafts, parents before children: bit j of ancestors_T says whether the row
+    sees its request's j-th new token (itself included; those from the 64th on it sees if they come before it). None:
+    nobody's are. `taps` are layers whose input is wanted.
     """
 
     token_T: Tensor
@@ -46,28 +50,56 @@ class Batch:
     lengths_S: Tensor
     row_L: Tensor
     num_exact: int | None = None
+    ancestors_T: Tensor | None = None
+    taps: tuple[int, ...] = ()
 
     @staticmethod
     def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
-             row_L: Sequence[int], num_exact: int | None = None) -> "Batch":
-        """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `leases[s]`."""
+             row_L: Sequence[int], num_exact: int | None = None, taps: tuple[int, ...] = (),
+             parents: Sequence[Sequence[int] | None] = ()) -> "Batch":
+        """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `leases[s]`. If its tokens
+        are a tree, parents[s][j] is the one that its token j + 1 follows; else it is None."""
         ends = [past + len(new) for past, new in zip(pasts, tokens)]
         positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
         slots = [[slot for lease, past, end in zip(leases, pasts, ends) for slot in group.slots(lease, past, end)]
                  for group in cache.groups]
-        starts = accumulate(map(len, tokens), initial=0)
+        starts = list(accumulate(map(len, tokens), initial=0))
+        ancestors = None
+        if any(of is not None for of in parents):
+            ancestors = [-1] * len(positions)
+            for start, past, of in zip(starts, pasts, parents):
+                if of is not None:
+                    depths, masks = tree_rows(of)
+                    positions[start : start + len(depths)] = [past + depth for depth in depths]
+                    ancestors[start : start + len(masks)] = masks
         return Batch(_ids(chain.from_iterable(tokens)), _ids(positions), tuple(map(_ids, slots)),
                      tuple(group.table for group in cache.groups), _ids(leases), _ids(starts), _ids(ends), _ids(row_L),
-                     num_exact)
+                     num_exact, ancestors and _ids(ancestors), taps)
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
         reads."""
         def parts(batch: Batch) -> tuple[Tensor, ...]:
-            return (batch.token_T, batch.position_T, batch.lease_S, batch.starts_S1, batch.lengths_S, *batch.slots_T)
+            tree = () if batch.ancestors_T is None else (batch.ancestors_T,)
+            return (batch.token_T, batch.position_T, batch.lease_S, batch.starts_S1, batch.lengths_S, *batch.slots_T,
+                    *tree)
 
-        for ours, theirs in zip(parts(self), parts(other)):
+        for ours, theirs in zip(parts(self), parts(other), strict=True):
             ours.copy_(theirs)
+
+
+MOST_ROWS = 64  # of a tree: as many as a mask has bits
+
+
+def tree_rows(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How deep each row of a tree lies, and its bits of Batch.ancestors_T, signed. Row 0 is the root; row j + 1 follows
+    row parents[j] <= j."""
+    assert len(parents) < MOST_ROWS and all(0 <= parent <= j for j, parent in enumerate(parents))
+    depths, masks = [0], [1]
+    for row, parent in enumerate(parents, 1):
+        depths.append(depths[parent] + 1)
+        masks.append(masks[parent] | 1 << row)
+    return depths, [mask - (mask >> 63 << 64) for mask in masks]
 
 
 def _ids(numbers: Iterable[int]) -> Tensor:
@@ -95,26 +127,48 @@ class Linear:
         self.ops.linear_add_(y_TO, x_TI, self.weight, self.bias_O, num_exact)
 
 
+class Attention:
+    """One layer's attention, without the norm before it."""
+
+    def __init__(self, ops, weights: Weights, config: ModelConfig, window: int, name: str):
+        self.ops, self.head_dim, self.window = ops, config.head_dim, window
+        self.qkv = Linear(ops, weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v", bias=config.qkv_bias)
+        self.output = Linear(ops, weights, f"{name}.attn_output", bias=config.o_bias)
+
+    def add_(self, h_TD: Tensor, x_TI: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> None:
+        """Stores the keys and values of x and adds to h what its queries find."""
+        qkv_TX = self.qkv(x_TI, batch.num_exact)
+        q_THA = self.ops.rope_store_(kv, qkv_TX, angles, batch.slots_T[kv.group], self.head_dim)
+        out_THA = self.ops.attention(q_THA, kv, batch, self.head_dim**-0.5, self.window)
+        self.output.add_(h_TD, out_THA.flatten(1), batch.num_exact)
+
+
+class FeedForward:
+    """One layer's gated network, with the norm before it."""
+
+    def __init__(self, ops, weights: Weights, config: ModelConfig, name: str):
+        self.ops, self.eps = ops, config.norm_eps
+        self.norm_D = weights.take(f"{name}.ffn_norm.weight")
+        self.gate_up = Linear(ops, weights, f"{name}.ffn_gate", f"{name}.ffn_up", bias=config.mlp_bias)
+        self.down = Linear(ops, weights, f"{name}.ffn_down", bias=config.mlp_bias)
+
+    def add_(self, h_TD: Tensor, num_exact: int | None = None) -> None:
+        gate_up_T2F = self.gate_up(self.ops.rms_norm(h_TD, self.norm_D, self.eps), num_exact)
+        self.down.add_(h_TD, self.ops.silu_mul(gate_up_T2F), num_exact)
+
+
 class Layer:
     """One decoder layer: attention, then the feed-forward network, each on a normalised input and added back."""
 
-    def __init__(self, ops, weights: Weights, config: ModelConfig, layer: LayerConfig, name: str):
-        self.ops, self.head_dim, self.window, self.eps = ops, config.head_dim, layer.window, config.norm_eps
-        self.attn_norm_D = weights.take(f"{name}.attn_norm.weight")
-        self.attn_qkv = Linear(ops, weights, f"{name}.attn_q", f"{name}.attn_k", f"{name}.attn_v", bias=config.qkv_bias)
-        self.attn_output = Linear(ops, weights, f"{name}.attn_output", bias=config.o_bias)
-        self.ffn_norm_D = weights.take(f"{name}.ffn_norm.weight")
-        self.ffn_gate_up = Linear(ops, weights, f"{name}.ffn_gate", f"{name}.ffn_up", bias=config.mlp_bias)
-        self.ffn_down = Linear(ops, weights, f"{name}.ffn_down", bias=config.mlp_bias)
+    def __init__(self, ops, weights: Weights, config: ModelConfig, window: int, name: str):
+        self.ops, self.eps = ops, config.norm_eps
+        self.norm_D = weights.take(f"{name}.attn_norm.weight")
+        self.attention = Attention(ops, weights, config, window, name)
+        self.ffn = FeedForward(ops, weights, config, name)
 
     def forward_(self, h_TD: Tensor, batch: Batch, kv: KV, angles: tuple[Tensor, Tensor]) -> None:
-        ops, exact = self.ops, batch.num_exact
-        qkv_TX = self.attn_qkv(ops.rms_norm(h_TD, self.attn_norm_D, self.eps), exact)
-        q_THA = ops.rope_store_(kv, qkv_TX, angles, batch.slots_T[kv.group], self.head_dim)
-        out_THA = ops.attention(q_THA, kv, batch, self.head_dim**-0.5, self.window)
-        self.attn_output.add_(h_TD, out_THA.flatten(1), exact)
-        gate_up_T2F = self.ffn_gate_up(ops.rms_norm(h_TD, self.ffn_norm_D, self.eps), exact)
-        self.ffn_down.add_(h_TD, ops.silu_mul(gate_up_T2F), exact)
+        self.attention.add_(h_TD, self.ops.rms_norm(h_TD, self.norm_D, self.eps), batch, kv, angles)
+        self.ffn.add_(h_TD, batch.num_exact)
 
 
 class Model:
@@ -132,7 +186,7 @@ class Model:
         self.dtype, self.device = weights.dtype, torch.device(weights.device)  # of activations
         self.cache_dtype = weights.matrix_dtype or torch.bfloat16  # the default
         self.token_embd = Linear(ops, weights, "token_embd")
-        self.layers = [Layer(ops, weights, config, layer, f"blk.{i}") for i, layer in enumerate(config.layers)]
+        self.layers = [Layer(ops, weights, config, layer.window, f"blk.{i}") for i, layer in enumerate(config.layers)]
         self.output_norm_D = weights.take("output_norm.weight")
         self.output = self.token_embd if config.tied else Linear(ops, weights, "output")
         self.inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
@@ -146,13 +200,31 @@ class Model:
         return [KVSpec(c.kv_heads, c.head_dim, c.head_dim, layer.window) for layer in c.layers]
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        """Runs the step's tokens through all layers, storing their keys and values: normalised hidden rows h_TD."""
-        h_TD = self.ops.embed(self.token_embd.weight, batch.token_T)
-        angles = self.ops.rope_angles(batch.position_T, self.inv_freq, self.rope_scale, self.dtype)
-        for layer, kv in zip(self.layers, cache.layers):
+    def forward(self, batch: Batch, cache: Cache) -> tuple[Tensor, list[Tensor]]:
+        """Runs the step's tokens through all layers, storing their keys and values: normalised hidden rows h_TD, and
+        the rows that entered each of the layers `batch.taps`."""
+        h_TD = self.embed(batch)
+        angles = self.angles(batch)
+        taps = []
+        for i, (layer, kv) in enumerate(zip(self.layers, cache.layers)):
+            if i in batch.taps:
+                taps.append(self.ops.copy(h_TD))
             layer.forward_(h_TD, batch, kv, angles)
-        return self.ops.rms_norm(h_TD, self.output_norm_D, self.config.norm_eps)
+        return self.ops.rms_norm(h_TD, self.output_norm_D, self.config.norm_eps), taps
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The tokens' rows of the embedding: x_TD."""
+        return self.ops.embed(self.token_embd.weight, batch.token_T)
+
+    def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by which rope turns at the tokens' positions."""
+        return self.ops.rope_angles(batch.position_T, self.inv_freq, self.rope_scale, self.dtype)
+
+    @torch.inference_mode()
+    def move_(self, cache: Cache, from_T: Sequence[Tensor], to_T: Sequence[Tensor]) -> None:
+        """Moves keys and values of all layers between slots; of each group of the cache its own."""
+        for kv in cache.layers:
+            self.ops.move_kv_(kv, from_T[kv.group], to_T[kv.group])
 
     @torch.inference_mode()
     def logits(self, h_LD: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ class Native:
     def __init__(self, module):
         self.module = module
         self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
+        self.copy = module.copy
         self.linear, self.linear_add_ = module.linear, module.linear_add_
         self.draw, self.set_threads, self.set_isa = module.draw, module.set_threads, module.set_isa
         self.new_recorder = lambda: partial(module.Recording, module.Buffers())

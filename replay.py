@@ -23,24 +23,24 @@ class Replay:
     def __init__(self, model: Model, cache: Cache):
         self.model, self.cache = model, cache
         self.new_recording = model.ops.new_recorder() if hasattr(model.ops, "new_recorder") else None
-        self.recorded: dict[tuple, tuple] = {}  # (requests, tokens) -> recording, its batch, its result
+        self.recorded: dict[tuple, tuple] = {}  # (requests, tokens, ...) -> recording, its batch, its result
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Normalised hidden rows h_TD, as Model.forward gives them; they hold until the next step."""
-        size = len(batch.lease_S), len(batch.token_T)
+    def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """What Model.forward gives; it holds until the next step."""
+        size = len(batch.lease_S), len(batch.token_T), batch.ancestors_T is not None, batch.taps
         is_small = size[1] <= size[0] + self.MOST_MORE and batch.num_exact is None
         if self.new_recording is None or not is_small:
             return self.model.forward(batch, self.cache)
         if size not in self.recorded:
             recording = self.new_recording()
             with recording:
-                h_TD = self.model.forward(batch, self.cache)
+                result = self.model.forward(batch, self.cache)
             if len(self.recorded) == self.MOST_RECORDED:
                 del self.recorded[next(iter(self.recorded))]
-            self.recorded[size] = recording, batch, h_TD
-            return h_TD
-        recording, its_batch, h_TD = self.recorded[size]
+            self.recorded[size] = recording, batch, result
+            return result
+        recording, its_batch, result = self.recorded[size]
         its_batch.copy_(batch)
         recording.replay()
-        return h_TD
+        return result

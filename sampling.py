@@ -9,7 +9,7 @@ into chunks, the token at a position sees the same noise. Start at `SamplingPara
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -204,16 +204,39 @@ class Draft:
     """Tokens that may follow a request's own, and the distributions that they were really drawn from: (K, V) float64,
     as wide as the logits. None: taken as certain, which is right of any, but fewer of those that were drawn stand. To
     "rejection" and "block" a distribution that they were not drawn from gives wrong answers; "coupled" looks at none.
+
+    They may be a tree: token j then follows the request's last token if parents[j] is 0, else token parents[j] - 1,
+    which stands before it; those that follow the same one differ. None: each follows the one before it.
     """
 
     ids: tuple[int, ...] = ()
     probs_KV: Tensor | None = None
+    parents: tuple[int, ...] | None = None
 
     def cut(self, num: int) -> "Draft":
         """Its first `num` tokens."""
         if num >= len(self.ids):
             return self
-        return Draft(self.ids[:num], None if self.probs_KV is None else self.probs_KV[:num])
+        return Draft(self.ids[:num], None if self.probs_KV is None else self.probs_KV[:num],
+                     None if self.parents is None else self.parents[:num])
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Of each of its tokens: the row that predicts it, of the last token (0) and the draft's, and its depth."""
+        depths, rows = [0], []
+        for j in range(len(self.ids)):
+            parent = j if self.parents is None else self.parents[j]
+            depths.append(depths[parent] + 1)
+            rows.append((parent, depths[-1]))
+        return rows
+
+    def path(self, id_after: Callable[[int], int | None]) -> list[int]:
+        """The rows that are passed where the token after each is `id_after(row)`, as far as it is one of the draft's."""
+        child = {(parent, id): row for row, (id, (parent, _)) in enumerate(zip(self.ids, self.rows), 1)}
+        path = [0]
+        while (row := child.get((path[-1], id_after(path[-1])))) is not None:
+            path.append(row)
+        return path
 
 
 NO_DRAFT = Draft()
@@ -256,12 +279,13 @@ class Sampler:
     def _rules_after(self, num_drawn: int) -> kernels.DrawRules:
         return self.early_rules if num_drawn < self.params.min_tokens else self.late_rules
 
-    def rules_along(self, ids: Sequence[int]) -> Iterator[kernels.DrawRules]:
-        """Of the next token, then of the token after each of `ids`, should they be drawn. Nothing is taken note of."""
-        yield self.rules
-        seen_V, count_V = self.seen_V, self.count_V
-        for num_drawn, id in enumerate(ids, self.num_drawn + 1):
-            rules = self._rules_after(num_drawn)
+    def rules_along(self, draft: Draft) -> list[kernels.DrawRules]:
+        """Of the next token, then of the token after each of the draft's, should it and those before it on its path be
+        drawn. Nothing is taken note of."""
+        along = [self.rules]
+        for id, (parent, depth) in zip(draft.ids, draft.rows):
+            rules, before = self._rules_after(self.num_drawn + depth), along[parent]
+            seen_V, count_V = before.seen_V, before.count_V
             if seen_V is not None:
                 seen_V = seen_V.clone()
                 seen_V[id : id + 1] = True  # of an id that the tokenizer does not know, nothing: it is never drawn
@@ -269,7 +293,8 @@ class Sampler:
                 count_V = count_V.clone()
                 count_V[id : id + 1] += 1
             remembers = seen_V is not None or count_V is not None
-            yield replace(rules, seen_V=seen_V, count_V=count_V) if remembers else rules
+            along.append(replace(rules, seen_V=seen_V, count_V=count_V) if remembers else rules)
+        return along
 
     def observe(self, id: int) -> None:
         """Take note of a token that has become part of the answer."""
@@ -280,14 +305,15 @@ class Sampler:
             self.count_V[id] += 1
 
 
-def _with_logprobs(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
+def _drawn(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
     if params.logprobs is None:
         return Drawn(id)
     logprob_V = torch.log_softmax(logits_V.double(), -1)
-    if params.logprobs == 0:
-        return Drawn(id, float(logprob_V[id]))
-    top_ids, top = kernels.largest(logprob_V, min(params.logprobs, len(logprob_V)))
-    return Drawn(id, float(logprob_V[id]), tuple(zip(top_ids.tolist(), top.tolist())))
+    top = ()
+    if params.logprobs:
+        top_ids, logprobs = kernels.largest(logprob_V, min(params.logprobs, len(logprob_V)))
+        top = tuple(zip(top_ids.tolist(), logprobs.tolist()))
+    return Drawn(id, float(logprob_V[id]), top)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,32 +324,36 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
            method: str = "coupled", ops=kernels) -> list[list[Drawn | None]]:
     """Each request's drafts that stand, and one more token: in place of the first that falls, or after the last.
 
-    Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token at positions[r] + j, given that
-    its first j drafts stand. Penalties count these drafts; the samplers stay as they are. Rows of different requests do
-    not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not finite, or
-    has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` it is.
+    Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token after draft j (0: the token at
+    positions[r]), given that it stands. Penalties count these drafts; the samplers stay as they are. Rows of different
+    requests do not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not
+    finite, or has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` it is.
 
     coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
     rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
                drawn from; else a token is drawn from max(p - q, 0) in its place (Leviathan et al. 2023, Chen et al.
                2023). The distribution is that without drafts; which tokens, depends on how many drafts there were.
     block      The same with drafts judged together, so that more of them stand (Sun et al. 2024).
+
+    Of a tree the path stands that `draw` draws, whatever the method: which of several tokens chosen beforehand is drawn
+    is all that there is to judge (each with its own chance, as "rejection" would have it of certain drafts).
     """
     counts = [len(draft.ids) + 1 for draft in drafts]
-    rules = [list(sampler.rules_along(draft.ids)) for sampler, draft in zip(samplers, drafts, strict=True)]
-    keys = [noise_key(sampler.params.seed, position + j, "draw")
-            for sampler, position, count in zip(samplers, positions, counts, strict=True) for j in range(count)]
+    rules = [sampler.rules_along(draft) for sampler, draft in zip(samplers, drafts, strict=True)]
+    keys = [noise_key(sampler.params.seed, position + depth, "draw")
+            for sampler, position, draft in zip(samplers, positions, drafts, strict=True)
+            for depth in (0, *(depth for _, depth in draft.rows))]
     drawn_L = ops.draw(logits_LV, list(chain.from_iterable(rules)), keys)
     answers = []
     for r, (rows_LV, ids_L, draft) in enumerate(zip(logits_LV.split(counts), drawn_L.split(counts), drafts)):
         ids, params = ids_L.tolist(), samplers[r].params
-        if method == "coupled" or params.temperature == 0:  # what is certain all methods judge alike
-            num_kept = sum(accumulate((id == drawn for id, drawn in zip(draft.ids, ids)), min))
-            last = ids[num_kept]
+        # What is certain all methods judge alike.
+        if method == "coupled" or params.temperature == 0 or draft.parents is not None:
+            kept = [(row, ids[row]) for row in draft.path(ids.__getitem__)]
         else:
             num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r])
-        answers.append([_with_logprobs(id, rows_LV[j], params) if id >= 0 else None
-                        for j, id in enumerate((*draft.ids[:num_kept], last))])
+            kept = list(enumerate((*draft.ids[:num_kept], last)))
+        answers.append([_drawn(id, rows_LV[row], params) if id >= 0 else None for row, id in kept])
     return answers
 
 

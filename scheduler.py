@@ -132,6 +132,11 @@ class Chunk:
     num_drafted: int = 0
 
     @property
+    def draft(self) -> Draft:
+        """What is computed of the request's draft."""
+        return self.request.draft.cut(self.num_drafted)
+
+    @property
     def draws(self) -> bool:
         """Whether the request's next token can be drawn after this chunk."""
         return self.end == len(self.request.tokens)

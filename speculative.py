@@ -37,6 +37,12 @@ class Drafter(Protocol):
 
     name: str
     is_free: bool  # whether to propose costs nothing beside a step: then what is not computed is proposed all the same
+    taps: tuple[int, ...] | None  # None: it needs no hidden rows. Else layers whose inputs it needs besides
+
+    def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
+        """Only if it needs hidden rows: h_TD holds those of the tokens that were computed in this step and stand, for
+        each request (start, end) its places start to end, one request after the other; `taps` the inputs of layers
+        likewise. The token drawn last is not yet among `request.tokens`, nor are drafts that stand."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """A draft for each request, at most `limits[i]` tokens, to follow its tokens. Once a step, for all that only
@@ -140,14 +146,15 @@ class Drafting:
                 odds = self.odds.setdefault(request, Odds())
                 request.draft = draft.cut(odds.best_length(len(draft.ids), *costs))
 
-    def judge(self, request: Request, num_drafted: int, drawn: Sequence[int | None]) -> None:
-        """Notes what was drawn where `num_drafted` of a request's draft were computed: what stood, and one more."""
-        request.num_drafted += num_drafted
-        request.kept_by_place += [0] * (num_drafted - len(request.kept_by_place))
+    def judge(self, request: Request, draft: Draft, drawn: Sequence[int | None]) -> None:
+        """Notes what was drawn where `draft` was computed of a request's: what stood, and one more."""
+        request.num_drafted += len(draft.ids)
+        depth = max((depth for _, depth in draft.rows), default=0)
+        request.kept_by_place += [0] * (depth - len(request.kept_by_place))
         for place in range(len(drawn) - 1):
             request.kept_by_place[place] += 1
         if (proposed := self.proposed.pop(request, NO_DRAFT)).ids:
-            self.odds[request].observe(proposed.ids, num_drafted, drawn)
+            self.odds[request].observe(proposed.ids, len(draft.ids), drawn)
         request.draft = NO_DRAFT
 
     def observe(self, chunks: Sequence[Chunk], ms: float, num_tokens: int) -> None:
@@ -209,7 +216,7 @@ class Ngram:
     A token costs the same however long the text is: it ends an n-gram of each length.
     """
 
-    name, is_free = "ngram", True
+    name, is_free, taps = "ngram", True, None
 
     def __init__(self, reach: int = 1, shared_tokens: int = 0):
         self.reach, self.half_tokens = reach, shared_tokens // 2
@@ -246,6 +253,47 @@ class Ngram:
 
 
 @dataclass(eq=False)
+class Chain:
+    """A request's draft while it grows, token by token."""
+
+    request: Request
+    limit: int
+    ids: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(tuple(self.ids), torch.stack(self.probs) if self.probs else None)
+
+
+SURE = 0.5  # a draft ends with a token that its drafter finds less likely: it rarely stands, and the next costs a pass
+
+
+def grow(chains: Sequence[Chain], logits_LV: Tensor, ops, is_coupled: bool, sure: float) -> list[int]:
+    """Draws each chain's next token from its row by the request's own rules: with the noise of the draw itself if
+    `is_coupled`, else with a draft's, and with its distribution. Returns which of them are to go on: those `sure` of
+    it."""
+    rules = [chain.request.sampler.rules_along(Draft(tuple(chain.ids)))[-1] for chain in chains]
+    keys = []
+    for chain in chains:
+        seed, start, j = chain.request.params.seed, len(chain.request.tokens), len(chain.ids)
+        keys.append(noise_key(seed, start + j, "draw") if is_coupled else draft_key(seed, start, j))
+    drawn_L = ops.draw(logits_LV, rules, keys)
+    chance_L = torch.log_softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None])[:, 0].exp()
+    probs_LV = [None] * len(chains) if is_coupled else kernels.distribution(logits_LV, rules)
+    going = []
+    for i, (chain, id, chance, p_V) in enumerate(zip(chains, drawn_L.tolist(), chance_L.tolist(), probs_LV)):
+        if id < 0:  # a row with nothing to draw from
+            continue
+        chain.ids.append(id)
+        if p_V is not None:
+            chain.probs.append(p_V)
+        if chance >= sure and len(chain.ids) < chain.limit:
+            going.append(i)
+    return going
+
+
+@dataclass(eq=False)
 class Reading:
     """How far a draft model has read a request: the tokens whose keys and values its own cache holds, of which the
     first `num_sure` at most are the request's, as far as they go, and the others were drafts."""
@@ -260,14 +308,10 @@ class DraftModel:
     since it was last asked, prompts after a prefix hit in its own cache, and goes back to where its drafts fell.
 
     `load` makes the model when the first draft is wanted; `num_pages` pages of `page_size` tokens are its cache. What
-    finds no room there gets no drafts. Drafts are drawn by the request's own rules: with the noise of the draw itself
-    if `is_coupled`, else with a draft's, and with their distributions. A draft ends with a token of which the model
-    itself is not SURE: it rarely stands, and the next one costs a pass.
+    finds no room there gets no drafts.
     """
 
-    SURE = 0.5
-
-    is_free = False
+    is_free, taps, sure = False, None, SURE
 
     def __init__(self, name: str, load: Callable[[], Model], num_pages: int, page_size: int, max_requests: int,
                  is_coupled: bool = True, max_step_tokens: int = 512):
@@ -277,22 +321,14 @@ class DraftModel:
         self.model = None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        drafts: dict[Request, Draft] = {}
-        wanting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
+        wanting = [Chain(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
         if wanting and self.model is None:
             self._start()
-        wanting = [(request, limit) for request, limit in wanting if self._make_room(request, limit)]
-        ids = {request: [] for request, _ in wanting}
-        probs = {request: [] for request, _ in wanting}
-        while wanting:
-            logits_LV = self._read([(request, [*request.tokens, *ids[request]]) for request, _ in wanting])
-            is_sure = self._draw([request for request, _ in wanting], logits_LV, ids, probs)
-            wanting = [(request, limit) for (request, limit), sure in zip(wanting, is_sure)
-                       if sure and len(ids[request]) < limit]
-        for request, drawn in ids.items():
-            drawn = drawn[: drawn.index(-1)] if -1 in drawn else drawn  # a row with nothing to draw from
-            rows = probs[request][: len(drawn)]
-            drafts[request] = Draft(tuple(drawn), torch.stack(rows) if rows else None)
+        growing = chains = [chain for chain in wanting if self._make_room(chain.request, chain.limit)]
+        while growing:
+            logits_LV = self._read([(chain.request, [*chain.request.tokens, *chain.ids]) for chain in growing])
+            growing = [growing[i] for i in grow(growing, logits_LV, self.model.ops, self.is_coupled, self.sure)]
+        drafts = {chain.request: chain.draft for chain in chains}
         return [drafts.get(request, NO_DRAFT) for request in requests]
 
     def forget(self, request: Request) -> None:
@@ -341,7 +377,7 @@ class DraftModel:
             ends = list(accumulate(len(new) for _, _, new in step))
             batch = Batch.pack(self.cache, [self.readings[request].lease.row for request, _, _ in step],
                                [new for _, _, new in step], [start for _, start, _ in step], [end - 1 for end in ends])
-            h_LD = self.replay.forward(batch)[batch.row_L]
+            h_LD = self.replay.forward(batch)[0][batch.row_L]
             for (request, _, new), h_D in zip(step, h_LD):
                 reading = self.readings[request]
                 reading.tokens += new
@@ -351,19 +387,3 @@ class DraftModel:
             sequences = [(request, tokens) for request, tokens in sequences
                          if len(self.readings[request].tokens) < len(tokens)]
         return self.model.logits(torch.stack(list(last.values())))
-
-    def _draw(self, requests: Sequence[Request], logits_LV: Tensor, ids: dict, probs: dict) -> list[bool]:
-        """Draws each request's next draft: whether it is sure of it."""
-        rules = [list(request.sampler.rules_along(ids[request]))[-1] for request in requests]
-        keys = []
-        for request in requests:
-            seed, start, j = request.params.seed, len(request.tokens), len(ids[request])
-            keys.append(noise_key(seed, start + j, "draw") if self.is_coupled else draft_key(seed, start, j))
-        if not self.is_coupled:
-            for request, p_V in zip(requests, kernels.distribution(logits_LV, rules)):
-                probs[request].append(p_V)
-        drawn_L = self.model.ops.draw(logits_LV, rules, keys)
-        for request, id in zip(requests, drawn_L.tolist()):
-            ids[request].append(id)
-        chance_L = torch.log_softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None])[:, 0].exp()
-        return ((chance_L >= self.SURE) & (drawn_L >= 0)).tolist()

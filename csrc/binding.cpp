@@ -201,6 +201,15 @@ Tensor silu_mul(const Tensor& x_T2F) {
     return act_TF;
 }
 
+Tensor copy(const Tensor& x_TD) {
+    const Tensor out_TD = fresh(x_TD.sizes());
+    run("copy", {}, [out = FLOATS(out_TD), x = FLOATS(x_TD), num = x_TD.numel()] {
+        std::copy(x, x + num, out);
+        return OK;
+    });
+    return out_TD;
+}
+
 // The pointers hold as long as `given` and its tensors.
 DrawRules draw_rules(const py::handle& given, uint64_t key) {
     DrawRules rules{};
@@ -321,6 +330,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("embed", &embed);
     m.def("rms_norm", &rms_norm);
     m.def("silu_mul", &silu_mul);
+    m.def("copy", &copy);
     m.def("draw", &draw);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);

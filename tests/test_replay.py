@@ -41,7 +41,7 @@ def run(model, replayed: bool):
 def test_replayed_steps_have_the_bits_of_steps_through_python(model):
     ids, logits, recorded = run(model, replayed=True)
     other_ids, other_logits, none_recorded = run(model, replayed=False)
-    assert {(1, 1), (2, 2), (3, 3), (4, 4)} <= set(recorded) and not none_recorded
+    assert {(1, 1), (2, 2), (3, 3), (4, 4)} <= {size[:2] for size in recorded} and not none_recorded
     assert ids == other_ids
     assert len(logits) == len(other_logits) and all(map(torch.equal, logits, other_logits))
 

@@ -197,7 +197,7 @@ def test_tokens_with_ngram_drafts_are_those_without(fields):
 class Prophet:
     """Proposes the known answer, with a wrong token here and there: any number of tokens may stand."""
 
-    name, is_free = "prophet", True
+    name, is_free, taps = "prophet", True, None
 
     def __init__(self, answers, every):
         self.answers, self.every = answers, every
@@ -244,7 +244,7 @@ def draft_model(loaded, **options):
     model, _ = loaded
     sizes = {"num_pages": 64, "page_size": 8, "max_requests": 64}
     drafter = DraftModel("itself", lambda: model, **(sizes | options))
-    drafter.SURE = 0  # of random weights' tokens nobody is
+    drafter.sure = 0  # of random weights' tokens nobody is
     return drafter
 
 

@@ -170,7 +170,7 @@ def test_rules_along_drafts_are_those_after_them():
     fields = {"prompt": [1], "vocab": 5, "repetition_penalty": 1.2, "frequency_penalty": 1, "min_tokens": 2,
               "end_ids": [0], "temperature": 1}
     ids, logits_V = [2, 2, 4, 0, 6], torch.tensor([1.0, 2, 3, -1, 0])
-    along = list(sampler(**fields).rules_along(ids))
+    along = sampler(**fields).rules_along(Draft(tuple(ids)))
     own = sampler(**fields)
     for id, rules in zip(ids, along[:-1], strict=True):
         assert kernels.adjusted(logits_V, rules).equal(kernels.adjusted(logits_V, own.rules))
@@ -262,7 +262,7 @@ class Target:
 
     def rows(self, ids):
         """p_KV of the token after the prompt, and after each of `ids`: by the rules that accept would use."""
-        return distribution(torch.stack(self.model.rows(self.prompt, ids)), list(self.new_sampler().rules_along(ids)))
+        return distribution(torch.stack(self.model.rows(self.prompt, ids)), self.new_sampler().rules_along(Draft(tuple(ids))))
 
     def joint(self, length):
         """The probability of each sequence of `length` tokens, by samplers that observe one token after another."""
