@@ -168,9 +168,10 @@ def lay_out(part: MappedFile, tensors: Iterable[TensorInfo], start: int) -> dict
 
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """The largest tensor's type (norms may be in a wider one), or "quantized" if any is."""
+    """The largest tensor's type (norms may be in a wider one), or "quantized" if any is; whole numbers do not count."""
     names = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-    dtypes = [names.get(info.format, "quantized") for info in sorted(tensors.values(), key=lambda info: info.nbytes)]
+    dtypes = [names.get(info.format, "quantized") for info in sorted(tensors.values(), key=lambda info: info.nbytes)
+              if info.format not in ("i64", "bool")]
     return "quantized" if "quantized" in dtypes else dtypes[-1] if dtypes else "float32"
 
 
@@ -378,7 +379,7 @@ GGUF_FIELDS = {
     "num_key_value_heads": "{arch}.attention.head_count_kv", "head_dim": "{arch}.attention.key_length",
     "max_position_embeddings": "{arch}.context_length", "vocab_size": "{arch}.vocab_size",
     "rms_norm_eps": "{arch}.attention.layer_norm_rms_epsilon", "rope_theta": "{arch}.rope.freq_base",
-    "rope_dim": "{arch}.rope.dimension_count",
+    "rope_dim": "{arch}.rope.dimension_count", "num_nextn_predict_layers": "{arch}.nextn_predict_layers",
     "bos_token_id": "tokenizer.ggml.bos_token_id", "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
 GGUF_ROPE_FIELDS = {
@@ -402,6 +403,8 @@ def gguf_config(path: Path, metadata: Mapping, tensors: Mapping[str, TensorInfo]
         fields.read(name)       # families have defaults for them, but for config.json only
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         fields[name] = same_in_all_layers(fields, name)
+    if fields["num_nextn_predict_layers"]:  # here they count as layers, there they do not
+        fields["num_hidden_layers"] = fields.count("num_hidden_layers") - fields.count("num_nextn_predict_layers")
     if experts := metadata.get(f"{arch}.expert_count"):
         raise ValueError(f"{path}: key '{arch}.expert_count' is {experts}: mixtures of experts are not supported")
     value_length = metadata.get(f"{arch}.attention.value_length", fields["head_dim"])
@@ -466,7 +469,7 @@ def gguf_rope(fields: Fields, arch: str, metadata: Mapping, tensors: Mapping[str
 
 # Safetensors: https://huggingface.co/docs/safetensors --------------------------------------------------------------
 
-SAFETENSORS_TYPES = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16"}
+SAFETENSORS_TYPES = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "BOOL": "bool"}
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -482,19 +485,45 @@ def open_folder(folder: Path) -> Checkpoint:
     if (method := fields.get("quantization_config")) is not None:
         name = method.get("quant_method", "of unknown kind") if isinstance(method, dict) else repr(method)
         raise fields.error("quantization_config", f"is {plain(name)}: get the unquantized model or a GGUF", value=False)
-    parts, tensors = [], {}
-    for part, (file, names) in enumerate(safetensors_files(folder).items()):
-        parts.append(MappedFile(folder / file))
-        found = read_safetensors(parts[-1], part)
-        if missing := [name for name in names or () if name not in found]:
-            raise damaged(folder / file, f"tensor '{missing[0]}'", "present, as the index says", "no such tensor")
-        tensors |= {name: found[name] for name in names or found}
+    parts, tensors = map_safetensors(folder, safetensors_files(folder))
     eos_sources = (fields, Fields(generation_path, generation))
     fields["eos_token_id"] = [i for source in eos_sources for i in source.token_ids("eos_token_id")]
     model = configure(fields)
     if model.dtype not in ("float64", "float32", "bfloat16", "float16"):
         model = replace(model, dtype=stored_dtype(tensors))
     return Checkpoint(folder, "safetensors", parts, tensors, config, model, generation, interleaved_rope=False)
+
+
+def open_heads(folder: str | Path, model: ModelConfig) -> Checkpoint:
+    """A folder of draft heads trained for a model: its only safetensors file and its config.json, which describes a
+    decoder of one layer; without one, or for heads that have no layer, the sizes are the model's."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder: give one with the heads' safetensors file and config.json")
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(files) != 1:
+        safetensors_files(folder)  # says so where there are only pickles
+        raise ValueError(f"{folder}: holds {len(files)} safetensors files but heads have one: leave only theirs")
+    parts, tensors = map_safetensors(folder, {files[0]: None})
+    path = folder / "config.json"
+    settings = read_json(path) if path.exists() else {}
+    config = model
+    if "num_attention_heads" in settings:
+        fields = Fields(path, settings)
+        config = configure(Fields(path, settings | {"model_type": fields.get("model_type", "llama")}))
+    return Checkpoint(folder, "safetensors", parts, tensors, settings, config, {}, interleaved_rope=False)
+
+
+def map_safetensors(folder: Path, files: Mapping[str, list[str] | None]) -> tuple[list[MappedFile], dict]:
+    """The files, mapped, and their tensors; of each file the named ones (None: all)."""
+    parts, tensors = [], {}
+    for part, (file, names) in enumerate(files.items()):
+        parts.append(MappedFile(folder / file))
+        found = read_safetensors(parts[-1], part)
+        if missing := [name for name in names or () if name not in found]:
+            raise damaged(folder / file, f"tensor '{missing[0]}'", "present, as the index says", "no such tensor")
+        tensors |= {name: found[name] for name in names or found}
+    return parts, tensors
 
 
 def safetensors_files(folder: Path) -> dict[str, list[str] | None]:

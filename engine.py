@@ -8,6 +8,7 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
         print(completion.text)
 """
 
+import math
 import operator
 import os
 import time
@@ -20,7 +21,7 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from replay import Replay
-from sampling import Drawn, Sampler, SamplingParams, accept
+from sampling import Draft, Drawn, Sampler, SamplingParams, accept, chances
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from speculative import Drafter, Drafting
 from tokenizer import TextStream, Tokenizer
@@ -45,6 +46,7 @@ class EngineConfig:
     prefix_cache: bool = True
     draft_tokens: int = 4  # proposed at a time, at most
     verify: str = "coupled"  # or "rejection" or "block": sampling.accept
+    draft_chances: bool = False  # note what chance drafts had to stand, which takes time
     prefill: str = "exact"  # or "bfloat16": large chunks of prompts in bfloat16, whose tokens depend on the chunking
     classes: tuple[AdmissionClass, ...] = DEFAULT_CLASSES
     usual_class: str = "interactive"  # of requests that name none
@@ -243,9 +245,12 @@ class Engine:
         h_TD, taps = self.replay.forward(batch)
         drawn: list[list[Drawn | None]] = []
         if drawing:
-            samplers = [chunk.request.sampler for chunk in drawing]
-            drawn = accept(self.model.logits(h_TD[batch.row_L]), [chunk.draft for chunk in drawing], samplers,
-                           [chunk.end for chunk in drawing], self.config.verify, self.model.ops)
+            logits_LV = self.model.logits(h_TD[batch.row_L])
+            drafts, samplers = [chunk.draft for chunk in drawing], [chunk.request.sampler for chunk in drawing]
+            drawn = accept(logits_LV, drafts, samplers, [chunk.end for chunk in drawing], self.config.verify,
+                           self.model.ops)
+            if self.config.draft_chances:
+                self._note_chances(drawing, chances(logits_LV, drafts, samplers, self.model.ops), drawn)
         if self.drafting is not None:
             self._follow(chunks, dict(zip(drawing, drawn)), h_TD, taps)
         for chunk in chunks:
@@ -310,8 +315,7 @@ class Engine:
         the drafter is shown the hidden rows of all tokens that are the text's now."""
         rows, spans, moves, first = [], [], [], 0
         for chunk in chunks:
-            kept = iter([token.id for token in drawn.get(chunk, ())[:-1]])
-            path = chunk.draft.path(lambda _: next(kept, None))
+            path = kept_path(chunk.draft, drawn.get(chunk, ()))
             last = chunk.end - chunk.start - 1
             rows += [*range(first, first + last), *(first + last + row for row in path)]
             spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
@@ -324,10 +328,16 @@ class Engine:
             row_T = torch.tensor(rows, device=h_TD.device)
             self.drafting.drafter.observe(spans, h_TD[row_T], [tap_TD[row_T] for tap_TD in taps])
 
+    def _note_chances(self, drawing: list[Chunk], of_rows: Sequence[Sequence[float]],
+                      drawn: Sequence[Sequence[Drawn | None]]) -> None:
+        """Of the drafts that were judged: those that follow what stood."""
+        for chunk, of_row, tokens in zip(drawing, of_rows, drawn):
+            judged = [of_row[row] for row in kept_path(chunk.draft, tokens)]
+            chunk.request.drafts.chances += [chance for chance in judged if not math.isnan(chance)]
+
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""
         request, text, token_ids = chunk.request, "", []
-        request.num_draws += 1
         if self.drafting is not None:
             self.drafting.judge(request, chunk.draft, [token and token.id for token in drawn])
         for place, token in enumerate(drawn):
@@ -444,6 +454,12 @@ class Engine:
         finally:
             self.cache.release(lease)
         return torch.cat(logits)
+
+
+def kept_path(draft: Draft, drawn: Sequence[Drawn | None]) -> list[int]:
+    """The rows of a draft's tokens that stand, after row 0; what was drawn last is not a draft's."""
+    kept = iter([token.id for token in drawn[:-1]])
+    return draft.path(lambda _: next(kept, None))
 
 
 class Writer:

@@ -68,6 +68,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    mtp_layers: int                 # more layers, of which a drafter makes use (heads.Mtp)
     bos_id: int | None
     eos_ids: tuple[int, ...]        # any of them ends a text
     dtype: str                      # "float32", "bfloat16", ... as the file asks, or "quantized"
@@ -209,6 +210,7 @@ def decoder(fields: Fields, layers: tuple[LayerConfig, ...], context: int, **bia
         ffn=fields.count("intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=fields.count("vocab_size"), context=context,
         max_context=max(context, int(rope.original_context * rope.factor)),
+        mtp_layers=fields.count("num_nextn_predict_layers") if fields.get("num_nextn_predict_layers") else 0,
         norm_eps=fields.number("rms_norm_eps", 1e-6), rope=rope, tied=fields.flag("tie_word_embeddings", False),
         bos_id=next(iter(fields.token_ids("bos_token_id")), None), eos_ids=fields.token_ids("eos_token_id"),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), **biases)

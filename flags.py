@@ -127,6 +127,11 @@ def class_settings(text: str) -> tuple[str, dict[str, float]]:
     return name, {field: int(number) if field in whole else float(number) for field, number in fields.items()}
 
 
+def tree_shape(text: str) -> tuple[int, int]:
+    width, depth = map(int, text.lower().split("x"))
+    return width, depth
+
+
 CLASS_FIELDS = {"priority": "priority", "share": "share", "reserve": "reserved_pages", "max-waiting": "max_waiting",
                 "max-tokens": "max_tokens"}
 COUNT = value(int, lambda n: n >= 1, "is not a whole number of at least 1")
@@ -135,9 +140,10 @@ PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power o
 SCALE = value(float, lambda x: 0 < x <= 100, "is not a number above 0, at most 100")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
-DRAFT = value(str, lambda name: name and name != "mtp" and not name.startswith(("medusa:", "eagle:")),
-              "is not built yet: use ngram or a smaller model")
-NOT_BUILT = value(str, lambda _: False, "is not built yet: leave the flag out")
+DRAFT = value(str, lambda name: name not in ("", "medusa", "eagle", "medusa:", "eagle:"),
+              "is not ngram, mtp, medusa:FOLDER, eagle:FOLDER or a model")
+TREE = value(tree_shape, lambda shape: min(shape) >= 1 and shape[0] * (shape[1] - 1) < 64,
+             "is not WIDTHxDEPTH like 4x3, with fewer than 64 tokens above the last level")
 IDS = value(id_list, lambda _: True, "is not a list of token ids like 1,2")
 CLASS = value(class_settings, lambda _: True,
               f"is not NAME:SETTING=NUMBER,... with settings {', '.join(CLASS_FIELDS)}")
@@ -192,12 +198,13 @@ ENGINE_FLAGS = [
     flag("--prefill", type=one_of("exact", "bfloat16"), default="exact", metavar="HOW",
          help="exact, or bfloat16: faster with AMX, inexact"),
     # What is promised and this build lacks is refused, never ignored.
-    flag("--draft-tree", type=NOT_BUILT, help=argparse.SUPPRESS),
     *(flag(name, type=ONE_RANK, help=argparse.SUPPRESS) for name in ("--tp", "--pp", "--dp")),
-    flag("--draft", type=DRAFT, metavar="METHOD", help="propose tokens to verify: ngram, or a smaller model"),
+    flag("--draft", type=DRAFT, metavar="METHOD", help="ngram, mtp, medusa:DIR, eagle:DIR or a model"),
     flag("--draft-tokens", type=COUNT, default=4, metavar="N", help="proposed at a time, at most (4)"),
+    flag("--draft-tree", type=TREE, metavar="WxD", help="of W tokens a level, D levels (mtp, medusa, eagle)"),
     flag("--verify", type=one_of("coupled", "rejection", "block"), default="coupled", metavar="HOW",
          help="coupled (same tokens), rejection, block"),
+    switch("--draft-chances", "report what chance drafts had (takes time)"),
 ]
 REQUEST_FLAGS = [
     flag("--deadline", type=POSITIVE, metavar="SECONDS", help="cancel what takes longer"),

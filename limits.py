@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,8 +43,9 @@ def cpu_name() -> str:
 
 def matrices(model: Model) -> list[Linear]:
     """Every matrix that a step multiplies by; the embedding table counts as the head where the two are tied."""
-    return [linear for layer in model.layers
-            for linear in (layer.attention.qkv, layer.attention.output, layer.ffn.gate_up, layer.ffn.down)] + [model.output]
+    parts = [(layer.attention, layer.ffn) for layer in model.layers]
+    linears = [(attention.qkv, attention.output, ffn.gate_up, ffn.down) for attention, ffn in parts]
+    return [*chain.from_iterable(linears), model.output]
 
 
 def arithmetic(model: Model) -> str:

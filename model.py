@@ -229,8 +229,12 @@ class Model:
     @torch.inference_mode()
     def logits(self, h_LD: Tensor) -> Tensor:
         """Scores of the next token for hidden rows: logits_LV, in at least float32."""
-        logits_LV = self.output(h_LD)
-        return logits_LV if self.dtype == torch.float64 else logits_LV.float()
+        return wide(self.output(h_LD))
+
+
+def wide(x_LV: Tensor) -> Tensor:
+    """The same numbers in at least float32."""
+    return x_LV if x_LV.dtype == torch.float64 else x_LV.float()
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = "cpu", context: int | None = None,
@@ -248,24 +252,29 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the model needs, by canonical name, with its shape."""
-    D, F, A = config.hidden, config.ffn, config.head_dim
-    q_width, kv_width = config.heads * A, config.kv_heads * A
-    shapes = {"token_embd.weight": (config.vocab, D), "output_norm.weight": (D,)}
+    shapes = {"token_embd.weight": (config.vocab, config.hidden), "output_norm.weight": (config.hidden,)}
     if not config.tied:
-        shapes["output.weight"] = (config.vocab, D)
+        shapes["output.weight"] = (config.vocab, config.hidden)
     for i in range(len(config.layers)):
-        layer = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,),
-                 "attn_q.weight": (q_width, D), "attn_k.weight": (kv_width, D), "attn_v.weight": (kv_width, D),
-                 "attn_output.weight": (D, q_width),
-                 "ffn_gate.weight": (F, D), "ffn_up.weight": (F, D), "ffn_down.weight": (D, F)}
-        if config.qkv_bias:
-            layer |= {"attn_q.bias": (q_width,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
-        if config.o_bias:
-            layer |= {"attn_output.bias": (D,)}
-        if config.mlp_bias:
-            layer |= {"ffn_gate.bias": (F,), "ffn_up.bias": (F,), "ffn_down.bias": (D,)}
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+        shapes |= layer_shapes(config, f"blk.{i}")
     return shapes
+
+
+def layer_shapes(config: ModelConfig, name: str, attention_width: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Those of one layer, whose attention reads rows of `attention_width` (None: as wide as the model)."""
+    D, F, A = config.hidden, config.ffn, config.head_dim
+    X, q_width, kv_width = attention_width or D, config.heads * A, config.kv_heads * A
+    shapes = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,),
+              "attn_q.weight": (q_width, X), "attn_k.weight": (kv_width, X), "attn_v.weight": (kv_width, X),
+              "attn_output.weight": (D, q_width),
+              "ffn_gate.weight": (F, D), "ffn_up.weight": (F, D), "ffn_down.weight": (D, F)}
+    if config.qkv_bias:
+        shapes |= {"attn_q.bias": (q_width,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
+    if config.o_bias:
+        shapes |= {"attn_output.bias": (D,)}
+    if config.mlp_bias:
+        shapes |= {"ffn_gate.bias": (F,), "ffn_up.bias": (F,), "ffn_down.bias": (D,)}
+    return {f"{name}.{part}": shape for part, shape in shapes.items()}
 
 
 def rope_tables(rope: RopeConfig, trained: int, context: int) -> tuple[Tensor, float]:

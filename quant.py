@@ -224,6 +224,8 @@ FORMATS = {row.name: row for row in (
     Format("f16", 1, 1, 2, stored("float16")),
     Format("bf16", 30, 1, 2, stored("bfloat16")),
     Format("f64", 28, 1, 8, stored("float64")),
+    Format("i64", 27, 1, 8, stored("int64")),
+    Format("bool", None, 1, 1, stored("bool")),
     Format("q4_0", 2, 32, 18, dequantize_q4_0),
     Format("q4_1", 3, 32, 20, dequantize_q4_1),
     Format("q5_0", 6, 32, 22, dequantize_q5_0),

@@ -271,8 +271,8 @@ def statistics(requests: Sequence[Request]) -> str:
         parts.append(f"{(num_tokens - len(started)) / seconds:.1f} tok/s")
     cached = f" ({requests[0].num_cached} cached)" if requests[0].num_cached else ""
     parts.append(f"prompt {requests[0].num_prompt}{cached}")
-    if num_drafted := sum(request.num_drafted for request in requests):
-        parts.append(f"draft {sum(sum(request.kept_by_place) for request in requests) / num_drafted:.0%}")
+    if num_proposed := sum(request.drafts.num_proposed for request in requests):
+        parts.append(f"draft {sum(sum(request.drafts.kept_by_place) for request in requests) / num_proposed:.0%}")
     return " · ".join(parts)
 
 
@@ -354,7 +354,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
     warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
-    if (drafter := make_drafter(engine, draft, args)) is not None:
+    if (drafter := make_drafter(engine, checkpoint, draft, args)) is not None:
         engine.draft_with(drafter)
     if args.trace is not None:
         engine.on_step = trace_writer(args.trace)
@@ -365,7 +365,12 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConf
     """The file of the draft model that --draft names, if it names one; ValueError if its tokens are others."""
     from vocab import load_tokenizer
 
-    if args.draft in (None, "ngram"):
+    method = (args.draft or "").partition(":")[0]
+    if args.draft_tree and method not in WITH_TREES:
+        raise UsageError(f"--draft-tree needs --draft {', '.join(WITH_TREES)}: leave it out")
+    if args.draft_tree and args.draft_tokens >= 64:
+        raise UsageError(f"--draft-tokens is {args.draft_tokens} but a tree has at most 63: lower it")
+    if args.draft is None or method in ("ngram", *WITH_TREES):
         return None
     checkpoint = open_checkpoint(argparse.Namespace(**vars(args) | {"model": args.draft}))
     theirs, sizes = load_tokenizer(checkpoint), (checkpoint.config.vocab, config.vocab)
@@ -379,22 +384,39 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConf
     return checkpoint
 
 
-def make_drafter(engine: Engine, checkpoint: Checkpoint | None, args: argparse.Namespace) -> Drafter | None:
-    """The drafter that --draft names. A draft model is loaded when the first draft is wanted."""
+WITH_TREES = ("mtp", "medusa", "eagle")
+
+
+def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | None,
+                 args: argparse.Namespace) -> Drafter | None:
+    """The drafter that --draft names, for a model of that checkpoint. A draft model is loaded when the first draft is
+    wanted."""
+    import heads
+    from lookahead import Follower, Medusa, TreeShape
     from model import load_model
-    from speculative import DraftModel, Ngram
+    from speculative import DraftModel, Manner, Ngram
 
-    if checkpoint is None:
-        return Ngram() if args.draft == "ngram" else None
-    ops, dtype = engine.model.ops, arithmetic(checkpoint.config, args)[0]
-    as_stored = dtype == "quantized" and hasattr(ops, "pack")
-    context = min(engine.model.context, checkpoint.config.max_context)
+    model, is_coupled = engine.model, args.verify == "coupled"
+    manner = Manner(is_coupled, keeps_probs=not is_coupled or args.draft_chances)
+    method, _, folder = (args.draft or "").partition(":")
+    as_stored = None if hasattr(model.ops, "pack") else model.dtype
+    shape = TreeShape(*args.draft_tree) if args.draft_tree else None
+    if draft is not None:
+        is_quantized = arithmetic(draft.config, args)[0] == "quantized"
+        context = min(model.context, draft.config.max_context)
 
-    def load() -> Model:
-        return load_model(checkpoint, None if as_stored else engine.model.dtype, context=context, ops=ops)
+        def load() -> Model:
+            return load_model(draft, as_stored if is_quantized else model.dtype, context=context, ops=model.ops)
 
-    return DraftModel(checkpoint.path.name, load, engine.cache.num_pages, engine.config.page_size,
-                      engine.config.max_requests, args.verify == "coupled")
+        return DraftModel(draft.path.name, load, engine.cache.num_pages, engine.config.page_size,
+                          engine.config.max_requests, manner)
+    if method == "medusa":
+        return Medusa(heads.open_medusa(folder, model, as_stored), model, shape, manner)
+    if method in ("eagle", "mtp"):
+        network = (heads.open_eagle(folder, model, as_stored) if method == "eagle"
+                   else heads.open_mtp(checkpoint, model, as_stored))
+        return Follower(network, model, engine.cache, shape, manner)
+    return Ngram() if method == "ngram" else None
 
 
 def trace_writer(path: str) -> Callable[[dict], None]:
@@ -435,7 +457,8 @@ def make_engine_config(args: argparse.Namespace) -> EngineConfig:
             cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
             max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
             prefix_cache=not args.no_prefix_cache, prefill=args.prefill,
-            draft_tokens=args.draft_tokens, verify=args.verify, classes=admission_classes(args.classes),
+            draft_tokens=args.draft_tokens, verify=args.verify, draft_chances=args.draft_chances,
+            classes=admission_classes(args.classes),
             usual_class="batch" if args.command == "batch" else "interactive")
     except ValueError as error:
         raise UsageError(str(error)) from None

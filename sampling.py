@@ -9,8 +9,9 @@ into chunks, the token at a position sees the same noise. Start at `SamplingPara
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 import torch
@@ -231,7 +232,7 @@ class Draft:
         return rows
 
     def path(self, id_after: Callable[[int], int | None]) -> list[int]:
-        """The rows that are passed where the token after each is `id_after(row)`, as far as it is one of the draft's."""
+        """The rows that are passed where the token after each is `id_after(row)`, as far as that is the draft's."""
         child = {(parent, id): row for row, (id, (parent, _)) in enumerate(zip(self.ids, self.rows), 1)}
         path = [0]
         while (row := child.get((path[-1], id_after(path[-1])))) is not None:
@@ -240,6 +241,43 @@ class Draft:
 
 
 NO_DRAFT = Draft()
+
+
+@dataclass
+class DraftTally:
+    """What became of a request's drafts, counted over the steps that drew from it."""
+
+    num_steps: int = 0
+    num_proposed: int = 0
+    kept_by_place: list[int] = field(default_factory=list)  # [j]: how many drafts' tokens j stood
+    judged_by_place: list[int] = field(default_factory=list)  # [j]: how many were judged, those before them standing
+    lengths: Counter = field(default_factory=Counter)  # of drafts; of trees, how deep they were
+    chances: list[float] = field(default_factory=list)  # if asked for: of each that was judged, to stand
+
+    def observe(self, draft: Draft, num_kept: int) -> None:
+        """A step computed `draft`, of which `num_kept` tokens stood, one after the other."""
+        length = max((depth for _, depth in draft.rows), default=0)
+        self.num_steps += 1
+        self.num_proposed += len(draft.ids)
+        self.lengths[length] += 1
+        for counts, num in ((self.kept_by_place, num_kept), (self.judged_by_place, min(num_kept + 1, length))):
+            counts += [0] * (length - len(counts))
+            for place in range(num):
+                counts[place] += 1
+
+    def report(self) -> dict:
+        """As --json shows it. "acceptance": of the tokens that were judged. "by_place": how many drafts stood at least
+        so far. "expected": by the chances that tokens had; where each has the chance a, K drafts bring
+        (1 - a^(K + 1)) / (1 - a) tokens a step (Leviathan et al. 2023, equation 1)."""
+        num_kept, num_judged = sum(self.kept_by_place), sum(self.judged_by_place)
+        report = {"proposed": self.num_proposed, "accepted": num_kept, "steps": self.num_steps,
+                  "acceptance": num_kept / num_judged if num_judged else None, "by_place": list(self.kept_by_place),
+                  "tokens_per_step": (self.num_steps + num_kept) / max(self.num_steps, 1)}
+        if self.chances:
+            a = sum(self.chances) / len(self.chances)
+            tokens = sum(num * sum(a**j for j in range(length + 1)) for length, num in self.lengths.items())
+            report["expected"] = {"acceptance": a, "tokens_per_step": tokens / self.num_steps}
+        return report
 
 
 class Sampler:
@@ -355,6 +393,22 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
             kept = list(enumerate((*draft.ids[:num_kept], last)))
         answers.append([_drawn(id, rows_LV[row], params) if id >= 0 else None for row, id in kept])
     return answers
+
+
+def chances(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler],
+            ops=kernels) -> list[list[float]]:
+    """For each request's rows as in `accept`: the chance that "rejection" gives the draft that follows, or one of those
+    that do, to stand; nan for a row that none follows. It is the sum of min(p, q), or 1 - TV(p, q), for a draft drawn
+    from q (Leviathan et al. 2023, theorem 3.5), and p of those that are taken as certain."""
+    found = []
+    for rows_LV, draft, sampler in zip(logits_LV.split([len(draft.ids) + 1 for draft in drafts]), drafts, samplers):
+        p_LV = kernels.distribution(rows_LV, sampler.rules_along(draft))
+        of_row = [math.nan] * len(rows_LV)
+        for j, (id, (row, _)) in enumerate(zip(draft.ids, draft.rows)):
+            chance = p_LV[row, id] if draft.probs_KV is None else torch.minimum(p_LV[row], draft.probs_KV[j]).sum()
+            of_row[row] = float(chance) + (0.0 if math.isnan(of_row[row]) else of_row[row])
+        found.append(of_row)
+    return found
 
 
 def _judged(method: str, rows_LV: Tensor, rules: Sequence[kernels.DrawRules], ids: Sequence[int], draft: Draft,

@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvcache import Cache, Lease
 from pace import Pace
-from sampling import NO_DRAFT, Draft, Sampler, SamplingParams
+from sampling import NO_DRAFT, Draft, DraftTally, Sampler, SamplingParams
 
 LONG_TOKENS = 8192  # a request with more to compute is long, unless its class was named
 LENT_SHARE = 8  # beside a higher class that decodes, a step reads at most its budget / this of a lower one
@@ -72,9 +72,7 @@ class Request:
     num_preemptions: int = 0
     draft_method: str | None = None
     draft: Draft = NO_DRAFT  # tokens that may follow
-    num_drafted: int = 0  # in all
-    kept_by_place: list[int] = field(default_factory=list)  # [j]: how many of the drafts' tokens j stood
-    num_draws: int = 0  # steps that drew from it
+    drafts: DraftTally = field(default_factory=DraftTally)
     headroom: int = 1  # pages left over for each who runs, without which it is not admitted; doubled when pages lacked
     awaited: bytes | None = None  # key of a page that it would rather find than compute
     lease: Lease = field(default_factory=Lease)
@@ -107,14 +105,8 @@ class Request:
 
     @property
     def draft_report(self) -> dict | None:
-        """What became of its drafts; None without a drafter. "by_place": of the drafts, how many stood at least so
-        far."""
-        if self.draft_method is None:
-            return None
-        num_kept = sum(self.kept_by_place)
-        return {"method": self.draft_method, "proposed": self.num_drafted, "accepted": num_kept,
-                "steps": self.num_draws, "by_place": list(self.kept_by_place),
-                "tokens_per_step": (self.num_draws + num_kept) / max(self.num_draws, 1)}
+        """What became of its drafts; None without a drafter."""
+        return None if self.draft_method is None else {"method": self.draft_method} | self.drafts.report()
 
     @property
     def want(self) -> int:

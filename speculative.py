@@ -132,10 +132,12 @@ class Drafting:
         self.proposed: dict[Request, Draft] = {}  # in this step, before they were cut to what pays
         self.odds: dict[Request, Odds] = {}
         self.trials: dict[int, Trial] = {}  # by the logarithm of how many decode
+        self.num_asked = 0  # requests that drafts were asked for in this step
 
     def propose(self, requests: Sequence[Request], rooms: Sequence[int], pace: Pace) -> None:
         """Sets the drafts of all who decode, of at most `rooms[i]` tokens."""
         limits = [min(room, self.most_tokens) for room in rooms]
+        self.num_asked = len(requests)
         costs = pace.of_drafts(len(requests)) if requests and self.is_coupled else (0.0, 0.0)
         if requests and self._is_tried and not self._trial(requests).drafts:
             limits = [0] * len(limits)
@@ -148,18 +150,15 @@ class Drafting:
 
     def judge(self, request: Request, draft: Draft, drawn: Sequence[int | None]) -> None:
         """Notes what was drawn where `draft` was computed of a request's: what stood, and one more."""
-        request.num_drafted += len(draft.ids)
-        depth = max((depth for _, depth in draft.rows), default=0)
-        request.kept_by_place += [0] * (depth - len(request.kept_by_place))
-        for place in range(len(drawn) - 1):
-            request.kept_by_place[place] += 1
+        request.drafts.observe(draft, len(drawn) - 1)
         if (proposed := self.proposed.pop(request, NO_DRAFT)).ids:
             self.odds[request].observe(proposed.ids, len(draft.ids), drawn)
         request.draft = NO_DRAFT
 
     def observe(self, chunks: Sequence[Chunk], ms: float, num_tokens: int) -> None:
         """A step took `ms`, proposing included, and drew so many tokens."""
-        if self._is_tried and all(chunk.end - chunk.start == 1 for chunk in chunks):
+        is_like_others = len(chunks) == self.num_asked and all(chunk.end - chunk.start == 1 for chunk in chunks)
+        if self._is_tried and is_like_others:  # nobody was preempted, nobody read a prompt
             self._trial(chunks).observe(any(chunk.num_drafted for chunk in chunks), ms, num_tokens)
 
     def forget(self, request: Request) -> None:
@@ -269,18 +268,26 @@ class Chain:
 SURE = 0.5  # a draft ends with a token that its drafter finds less likely: it rarely stands, and the next costs a pass
 
 
-def grow(chains: Sequence[Chain], logits_LV: Tensor, ops, is_coupled: bool, sure: float) -> list[int]:
-    """Draws each chain's next token from its row by the request's own rules: with the noise of the draw itself if
-    `is_coupled`, else with a draft's, and with its distribution. Returns which of them are to go on: those `sure` of
-    it."""
+@dataclass(frozen=True)
+class Manner:
+    """How tokens of drafts are chosen: with the noise of the draw itself if `is_coupled`, else with a draft's; with the
+    distributions they come from if `keeps_probs`, which all but coupled verification needs."""
+
+    is_coupled: bool = True
+    keeps_probs: bool = False
+
+
+def grow(chains: Sequence[Chain], logits_LV: Tensor, ops, manner: Manner, sure: float) -> list[int]:
+    """Draws each chain's next token from its row by the request's own rules. Returns which of them are to go on: those
+    `sure` of it."""
     rules = [chain.request.sampler.rules_along(Draft(tuple(chain.ids)))[-1] for chain in chains]
     keys = []
     for chain in chains:
         seed, start, j = chain.request.params.seed, len(chain.request.tokens), len(chain.ids)
-        keys.append(noise_key(seed, start + j, "draw") if is_coupled else draft_key(seed, start, j))
+        keys.append(noise_key(seed, start + j, "draw") if manner.is_coupled else draft_key(seed, start, j))
     drawn_L = ops.draw(logits_LV, rules, keys)
     chance_L = torch.log_softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None])[:, 0].exp()
-    probs_LV = [None] * len(chains) if is_coupled else kernels.distribution(logits_LV, rules)
+    probs_LV = kernels.distribution(logits_LV, rules) if manner.keeps_probs else [None] * len(chains)
     going = []
     for i, (chain, id, chance, p_V) in enumerate(zip(chains, drawn_L.tolist(), chance_L.tolist(), probs_LV)):
         if id < 0:  # a row with nothing to draw from
@@ -314,8 +321,8 @@ class DraftModel:
     is_free, taps, sure = False, None, SURE
 
     def __init__(self, name: str, load: Callable[[], Model], num_pages: int, page_size: int, max_requests: int,
-                 is_coupled: bool = True, max_step_tokens: int = 512):
-        self.name, self.load, self.is_coupled, self.max_step_tokens = name, load, is_coupled, max_step_tokens
+                 manner: Manner = Manner(), max_step_tokens: int = 512):
+        self.name, self.load, self.manner, self.max_step_tokens = name, load, manner, max_step_tokens
         self.sizes = {"num_pages": num_pages, "page_size": page_size, "max_leases": max_requests}
         self.readings: dict[Request, Reading] = {}
         self.model = None
@@ -327,7 +334,7 @@ class DraftModel:
         growing = chains = [chain for chain in wanting if self._make_room(chain.request, chain.limit)]
         while growing:
             logits_LV = self._read([(chain.request, [*chain.request.tokens, *chain.ids]) for chain in growing])
-            growing = [growing[i] for i in grow(growing, logits_LV, self.model.ops, self.is_coupled, self.sure)]
+            growing = [growing[i] for i in grow(growing, logits_LV, self.model.ops, self.manner, self.sure)]
         drafts = {chain.request: chain.draft for chain in chains}
         return [drafts.get(request, NO_DRAFT) for request in requests]
 

@@ -5,11 +5,12 @@ Knows nothing of containers (checkpoint.py), of block formats (quant.py) or of w
 `Weights.take`.
 
 Canonical names are GGUF's: token_embd.weight, output_norm.weight, output.weight, rope_freqs.weight, and for layer N
-blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_up, ffn_down}.{weight, bias}.
+blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_up, ffn_down}.{weight, bias}; for one of
+multi-token prediction also blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm, shared_head_head, embed_tokens}.
 """
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ LLAMA = {
     "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+    "blk.{}.nextn.eh_proj": "model.layers.{}.eh_proj",
+    "blk.{}.nextn.enorm": "model.layers.{}.enorm",
+    "blk.{}.nextn.hnorm": "model.layers.{}.hnorm",
+    "blk.{}.nextn.shared_head_norm": "model.layers.{}.shared_head.norm",
+    "blk.{}.nextn.shared_head_head": "model.layers.{}.shared_head.head",
+    "blk.{}.nextn.embed_tokens": "model.layers.{}.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
@@ -42,18 +49,24 @@ PACKED_FORMATS = tuple(name for name, row in quant.FORMATS.items() if row.block 
 
 class Weights:
     """A checkpoint's tensors by canonical name, in `dtype` on `device`. With `pack` (native.Native.pack) matrices are
-    packed for it, in `dtype` or, if that is None, as the file has them; everything else is float32."""
+    packed for it, in `dtype` or, if that is None, as the file has them; everything else is float32. `table`: what the
+    file calls canonical names; by default as the family's models are published."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = "cpu",
-                 pack: Callable | None = None):
+                 pack: Callable | None = None, table: Mapping[str, str] | None = None):
         self.checkpoint, self.device, self.pack, self.matrix_dtype = checkpoint, device, pack, dtype
         self.dtype = torch.float32 if pack else dtype
-        table = PUBLISHED[checkpoint.config.family] if checkpoint.container == "safetensors" else {}
+        if table is None:
+            table = PUBLISHED[checkpoint.config.family] if checkpoint.container == "safetensors" else {}
+        first_mtp = len(checkpoint.config.layers)
+        num_layers = first_mtp + checkpoint.config.mtp_layers
         self.published = {canonical.format(i): published.format(i) for canonical, published in table.items()
-                          for i in range(len(checkpoint.config.layers))}
+                          for i in range(num_layers)}
         canonical = {published: canonical for canonical, published in self.published.items()}
         self.file_names = {renamed(name, canonical): name for name in checkpoint.tensors}
-        self.unused = {name for name in self.file_names if not name.endswith(IGNORED)}
+        left_to_drafters = tuple(f"blk.{i}." for i in range(first_mtp, num_layers))
+        self.unused = {name for name in self.file_names
+                       if not name.endswith(IGNORED) and not name.startswith(left_to_drafters)}
         self.head_notes = self.check_spare_head() if checkpoint.config.tied else []
 
     def has(self, name: str) -> bool:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import flags
 import run
 import tiny
+import tiny_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["hi", "C:\\new\\table 讲", "é 👋", "- a list\n- of two"]
@@ -128,14 +129,14 @@ def test_the_first_word_decides_the_command(call, monkeypatch):
     "--cache-memory 1 --num-pages 5", "--max-step-tokens 0", "--max-requests 0", "-c 0", "--threads 0", "--deadline -1",
     "--dtype int4", "--device tpu", "--kernels fast", "--cache-dtype float8", "--unknown", "extra", "--promp x",
     "--tp 0", "--class fast", "--class :share=1", "--class fast:speed=1", "--class fast:share=x",
-    "--class fast:share=2",
+    "--class fast:share=2", "--draft eagle", "--draft medusa:", "--draft-tree 2,2", "--draft-tree 0x3",
+    "--draft-tree 8x9", "--draft-tree 4",
 ])
 def test_values_out_of_range_are_bad_usage(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()))
 
 
 @pytest.mark.parametrize("words", [
-    "--draft mtp", "--draft medusa:heads", "--draft eagle:head", "--draft-tree 2,2",
     "--tp 2", "--pp 2", "--dp 2", "--device cuda",
 ])
 def test_what_is_not_built_says_so(call, words):
@@ -190,7 +191,7 @@ def test_help_fits_a_screen(call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     result = call(*command.split(), "--help")
     assert (result.status, result.err) == (0, "")
-    assert len(result.out.splitlines()) <= 60 and max(map(len, result.out.splitlines())) <= 80
+    assert len(result.out.splitlines()) <= 64 and max(map(len, result.out.splitlines())) <= 80
 
 
 def test_version(call):
@@ -321,6 +322,54 @@ def test_drafts_change_nothing_but_the_steps(call, tmp_path):
             assert draft["steps"] + draft["accepted"] >= 40 > draft["steps"] and len(draft["by_place"]) == 3
     line = call("-m", loop, "-p", "x", "--raw", "-n", 40, "--draft", "ngram", "--stats").err
     assert "draft " in line and "%" in line
+
+
+@pytest.fixture(scope="module")
+def with_heads(tmp_path_factory):
+    """A random model with a layer for multi-token prediction, and the flags that name draft heads for it."""
+    where, config = tmp_path_factory.mktemp("heads"), tiny.tiny_config("llama", num_hidden_layers=8)
+    tensors = tiny.tiny_tensors(config) | tiny_heads.mtp_tensors(config)
+    path = tiny.write_safetensors(where / "model", "llama", tensors=tensors, num_hidden_layers=8,
+                                  num_nextn_predict_layers=1)
+    tiny.byte_tokenizer(path)
+    eagle1, eagle3 = (tiny_heads.write_eagle(where / f"eagle{version}", config, version) for version in (1, 3))
+    medusa = tiny_heads.write_medusa(where / "medusa", config)
+    return path, ["mtp", f"eagle:{eagle1}", f"eagle:{eagle3}", f"medusa:{medusa}"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])  # torch's operations, native ones
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_heads_change_nothing_but_the_steps(call, with_heads, dtype, temperature):
+    """Of random heads hardly a draft stands; more does test_lookahead.py."""
+    path, drafts = with_heads
+    words = ("--json", "-m", path, "-p", "x", "--raw", "-n", 40, "-t", temperature, "-s", 5, "--dtype", dtype)
+    [plain] = call(*words).lines
+    for draft in drafts:
+        for more in (("--draft-tokens", 2), ("--draft-tokens", 6, "--draft-tree", "3x2")):
+            result = call(*words, "--draft", draft, *more)
+            [fields] = result.lines
+            assert fields["token_ids"] == plain["token_ids"], draft
+            assert fields["draft"]["method"] == draft.partition(":")[0] and fields["draft"]["proposed"] > 0
+
+
+def test_chances_of_drafts_are_reported_beside_what_stood(call, tmp_path):
+    """An n-gram's token stands with the model's own chance of it: 0.8 or 1 here."""
+    loop = tiny.scripted(tmp_path / "loop", {None: 97, 97: {98: 0.8, 99: 0.2}, 98: 99, 99: 97})
+    [fields] = call("--json", "-m", loop, "-p", "x", "--raw", "-n", 400, "-t", 1, "-s", 1, "--draft", "ngram",
+                    "--draft-tokens", 3, "--draft-chances").lines
+    draft = fields["draft"]
+    expected = draft["expected"]
+    assert 0.8 < expected["acceptance"] < 1 and abs(expected["acceptance"] - draft["acceptance"]) < 0.1
+    assert abs(expected["tokens_per_step"] - draft["tokens_per_step"]) < 0.4
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--draft mtp", "no layers for multi-token prediction"), ("--draft eagle:none", "no such folder"),
+    ("--draft medusa:none", "no such folder"), ("--draft ngram --draft-tree 2x2", "--draft-tree needs --draft mtp"),
+    ("--draft mtp --draft-tree 2x2 --draft-tokens 64", "at most 63")])
+def test_drafts_that_cannot_be_are_refused(call, abc, words, expected):
+    result = call("-m", abc, "-p", "x", *words.split())
+    assert result.status != 0 and expected in result.err and result.out == "" and "Traceback" not in result.err
 
 
 def test_a_draft_model_of_other_tokens_is_refused(call, abc, tmp_path):

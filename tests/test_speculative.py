@@ -18,7 +18,7 @@ from engine import Engine, EngineConfig
 from model import load_model
 from sampling import Draft, SamplingParams
 from scheduler import Request
-from speculative import LENGTHS, DraftModel, Ngram, Odds, Trial
+from speculative import LENGTHS, DraftModel, Manner, Ngram, Odds, Trial
 from vocab import load_tokenizer
 
 
@@ -276,8 +276,8 @@ def test_right_drafts_all_stand(loaded):
         assert completion.token_ids == right
         if drafter is not prophet:
             assert completion.request.draft_report == {
-                "method": "itself", "proposed": 8, "accepted": 8, "steps": 6, "by_place": [2, 2, 2, 2],
-                "tokens_per_step": 14 / 6}
+                "method": "itself", "proposed": 8, "accepted": 8, "steps": 6, "acceptance": 1.0,
+                "by_place": [2, 2, 2, 2], "tokens_per_step": 14 / 6}
 
 
 @pytest.mark.parametrize("every", [2, 99])
@@ -309,11 +309,11 @@ def test_pages_of_drafts_that_stood_are_found_again(loaded):
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_other_ways_to_verify_finish_and_draw_what_the_rules_allow(loaded, verify):
     params = replace(SAMPLED, max_tokens=30, logprobs=None)
-    for drafter in (Ngram(), draft_model(loaded, is_coupled=False)):
+    for drafter in (Ngram(), draft_model(loaded, manner=Manner(False, keeps_probs=True))):
         completions = generate(loaded, PROMPTS, params, drafter, verify=verify)
         assert all(len(completion.token_ids) == 30 for completion in completions)
         again = generate(loaded, PROMPTS, params, type(drafter)() if isinstance(drafter, Ngram) else
-                         draft_model(loaded, is_coupled=False), verify=verify)
+                         draft_model(loaded, manner=Manner(False, keeps_probs=True)), verify=verify)
         assert [c.token_ids for c in again] == [c.token_ids for c in completions]
     assert sum(c.request.draft_report["accepted"] for c in completions) > 50  # it drafts for itself
 

@@ -15,8 +15,8 @@ from torch.nn.functional import one_hot
 
 import kernels
 from kernels import distribution, gumbel
-from sampling import (ODDS, PURPOSES, Draft, Drawn, accept, block_odds, coin, draft_key, noise_key, rejection_odds,
-                      residual)
+from sampling import (ODDS, PURPOSES, Draft, Drawn, accept, block_odds, chances, coin, draft_key, noise_key,
+                      rejection_odds, residual)
 
 SAMPLED = ("rejection", "block")
 
@@ -39,7 +39,13 @@ class Scripted:
 
     def rows(self, tokens, ids):
         """Of the next token, and of the one after each of `ids`."""
-        return [self((*tokens, *ids[:j])) for j in range(len(ids) + 1)]
+        return self.rows_of(tokens, Draft(tuple(ids)))
+
+    def rows_of(self, tokens, draft):
+        paths = [tuple(tokens)]
+        for id, (row, _) in zip(draft.ids, draft.rows):
+            paths.append((*paths[row], id))
+        return [self(path) for path in paths]
 
 
 def decode(model, prompt, own, length, ops=kernels):
@@ -59,7 +65,7 @@ def decode_with_drafts(model, prompts, samplers, length, drafter, method="couple
     answers, tokens, round = [[] for _ in prompts], [list(prompt) for prompt in prompts], 0
     while running := [r for r, answer in enumerate(answers) if len(answer) < length and None not in answer]:
         drafts = [drafter(r, tokens[r], round) for r in running]
-        logits_LV = torch.stack([row for r, draft in zip(running, drafts) for row in model.rows(tokens[r], draft.ids)])
+        logits_LV = torch.stack([row for r, draft in zip(running, drafts) for row in model.rows_of(tokens[r], draft)])
         accepted = accept(logits_LV, drafts, [samplers[r] for r in running], [len(tokens[r]) for r in running],
                           method, ops)
         for r, draft, new in zip(running, drafts, accepted):
@@ -109,6 +115,78 @@ def test_coupled_tokens_are_those_without_drafts(request, ops_name, seed):
     got = decode_with_drafts(model, prompts, samplers_of_all_kinds(prompts), length, drafter, ops=ops)
     assert got == [answer[:length] for answer in plain]
     assert got[2][0].top and got[6][0].logprob is not None
+
+
+@pytest.mark.parametrize("ops_name", ["kernels", "native"])
+@pytest.mark.parametrize("method", ["coupled", *SAMPLED])
+@pytest.mark.parametrize("seed", range(2))
+def test_of_a_tree_the_path_stands_that_is_drawn_without_drafts(request, ops_name, method, seed):
+    """Under every method; trees of up to 12 tokens, in which the right path ends somewhere, among requests of all
+    kinds."""
+    ops = kernels if ops_name == "kernels" else request.getfixturevalue("native_ops")
+    model, length = Scripted(24, seed), 24
+    prompts = [[i % 3, 7, 7][: 1 + i % 3] for i in range(len(KINDS))]
+    plain = [decode(model, prompt, own, length + 9) for prompt, own in zip(prompts, samplers_of_all_kinds(prompts))]
+    sizes = []
+
+    def drafter(r, tokens, round):
+        dice = torch.Generator().manual_seed(hash((seed, round, r)) % 2**62)
+        right = [drawn.id for drawn in plain[r][len(tokens) - len(prompts[r]) :]]
+        ids, parents, on_path = [], [], [0]  # the rows of the right path
+        for row in range(1, 1 + int(torch.randint(0, 13, (), generator=dice))):
+            parent = int(torch.randint(0, row, (), generator=dice))
+            taken = {id for id, other in zip(ids, parents) if other == parent}
+            id = int(torch.randint(0, 24, (), generator=dice))
+            if parent == on_path[-1] and id % 2 and len(on_path) <= len(right):
+                id = right[len(on_path) - 1]
+            if id in taken:
+                continue
+            if parent == on_path[-1] and len(on_path) <= len(right) and id == right[len(on_path) - 1]:
+                on_path.append(len(ids) + 1)
+            ids.append(id)
+            parents.append(min(parent, len(ids) - 1))
+        sizes.append(len(on_path) - 1)
+        return Draft(tuple(ids), None, tuple(parents))
+
+    got = decode_with_drafts(model, prompts, samplers_of_all_kinds(prompts), length, drafter, method, ops)
+    assert got == [answer[:length] for answer in plain]
+    assert max(sizes) >= 3 and min(sizes) == 0
+
+
+def test_rows_and_paths_of_a_tree():
+    draft = Draft((5, 6, 5, 7, 6), None, (0, 0, 2, 3, 1))
+    assert draft.rows == [(0, 1), (0, 1), (2, 2), (3, 3), (1, 2)]
+    after = {0: 6, 2: 5, 3: 7, 4: 1}
+    assert draft.path(after.get) == [0, 2, 3, 4] and draft.path(lambda row: 9) == [0]
+    assert draft.cut(2).rows == [(0, 1), (0, 1)] and draft.cut(2).ids == (5, 6)
+    assert Draft((4, 4)).rows == [(0, 1), (1, 2)] and Draft((4, 4)).path(lambda row: 4) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("draft", [Draft((1, 2)),
+                                   Draft((1, 2), torch.tensor([[0.1, 0.5, 0.4], [0.02, 0.3, 0.68]]).double()),
+                                   Draft((1, 2, 2), None, (0, 0, 1))], ids=["certain", "drawn", "tree"])
+def test_chances_are_those_that_rejection_gives(draft):
+    """Counted over 4,000 rounds of each row that a draft follows."""
+    p_LV = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4], [0.1, 0.2, 0.7]])
+    rows_LV = p_LV[: len(draft.ids) + 1].log()
+    given, = chances(rows_LV, [draft], [sampler(vocab=3, temperature=1)])
+    stood, judged = Counter(), Counter()
+    for seed in range(4000):
+        own, drawn_draft = sampler(vocab=3, temperature=1, seed=seed), draft
+        if draft.probs_KV is not None:
+            keys = [draft_key(seed, 0, j) for j in range(2)]
+            ids = kernels.draw(draft.probs_KV.log(), [own.rules] * 2, keys).tolist()
+            drawn_draft = Draft(tuple(ids), draft.probs_KV)
+        accepted, = accept(rows_LV, [drawn_draft], [own], [0], "rejection")
+        kept = iter([drawn.id for drawn in accepted[:-1]])
+        path = drawn_draft.path(lambda _: next(kept, None))
+        judged.update(row for row in path if not math.isnan(given[row]))
+        stood.update(path[:-1])
+    for row, chance in enumerate(given):
+        if math.isnan(chance):
+            assert not judged[row]
+        else:
+            assert judged[row] > 500 and abs(stood[row] / judged[row] - chance) < 4 * (0.25 / judged[row]) ** 0.5
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1}, {"repetition_penalty": 1.5}])
@@ -262,7 +340,8 @@ class Target:
 
     def rows(self, ids):
         """p_KV of the token after the prompt, and after each of `ids`: by the rules that accept would use."""
-        return distribution(torch.stack(self.model.rows(self.prompt, ids)), self.new_sampler().rules_along(Draft(tuple(ids))))
+        rules = self.new_sampler().rules_along(Draft(tuple(ids)))
+        return distribution(torch.stack(self.model.rows(self.prompt, ids)), rules)
 
     def joint(self, length):
         """The probability of each sequence of `length` tokens, by samplers that observe one token after another."""

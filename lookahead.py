@@ -1,0 +1,276 @@
+"""Drafters that look ahead from the model's own hidden rows: by a network that continues them, or by Medusa's heads;
+one token after the other, or as a tree.
+
+Owns what such a drafter remembers of requests, and how trees of drafts grow. Knows nothing of what the networks compute
+(heads.py), how drafts are judged (sampling.accept) or when they pay (speculative.py). Start at `Follower`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+import kernels
+from heads import MedusaHead, Network
+from kvcache import Cache
+from model import MOST_ROWS, Batch, Model
+from sampling import NO_DRAFT, Draft, noise_key
+from scheduler import Request
+from speculative import SURE, Chain, Manner, grow
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Of drafts in a tree: the `width` likeliest tokens of a level are gone on from, to `depth` levels. ValueError if
+    there would be more of them than a step can take."""
+
+    width: int
+    depth: int
+
+    def __post_init__(self):
+        if self.width < 1 or self.depth < 1 or self.width * (self.depth - 1) >= MOST_ROWS:
+            raise ValueError(f"a draft tree of width {self.width} and depth {self.depth} has more than {MOST_ROWS - 1} "
+                             "tokens to go on from: choose a smaller one")
+
+
+@dataclass(eq=False)
+class Node:
+    """A token of a draft tree; `score`: the sum of logarithms of chances on the way to it."""
+
+    id: int
+    parent: "Node | None"
+    score: float
+    row: Tensor | None = None  # the network's, that tells what follows
+
+
+class Tree:
+    """A request's draft tree while it grows, level by level, as in EAGLE-2 (Li et al. 2024, 2406.16858): the `width`
+    likeliest followers of each token that is gone on from are put into it, and of all of a level the likeliest `width`
+    are gone on from. What it proposes are the likeliest of all."""
+
+    def __init__(self, request: Request, shape: TreeShape, row: Tensor | None = None):
+        self.request, self.shape = request, shape
+        self.root = Node(request.tokens[-1], None, 0.0, row)
+        self.nodes: list[Node] = []
+        self.level = [self.root]  # to be gone on from
+        self.opened: list[Node] = []  # all that were, the root aside
+
+    def path(self, node: Node) -> list[int]:
+        return [] if node is self.root else [*self.path(node.parent), node.id]
+
+    def grow(self, logits_LV: Tensor) -> None:
+        """Adds a level: a row of logits for each token that is gone on from."""
+        new = []
+        for node, logits_V in zip(self.level, logits_LV, strict=True):
+            if logits_V.isfinite().all():
+                ids, scores = self._likeliest(logits_V, self.path(node))
+                new += [Node(id, node, node.score + score) for id, score in zip(ids, scores)]
+        self.nodes += new
+        self.level = sorted(new, key=lambda node: -node.score)[: self.shape.width]
+        self.opened += self.level
+
+    def _likeliest(self, logits_V: Tensor, path: list[int]) -> tuple[list[int], list[float]]:
+        """The likeliest tokens after a path, with the noise of the draw itself, and their chances' logarithms."""
+        rules = self.request.sampler.rules_along(Draft(tuple(path)))[-1]
+        if rules.temperature == 0:
+            score_V = torch.log_softmax(kernels.adjusted(logits_V, rules), 0)
+            id_C, score_C = kernels.largest(score_V, min(self.shape.width, len(score_V)))
+        else:
+            key = noise_key(self.request.params.seed, len(self.request.tokens) + len(path), "draw")
+            id_C, scaled_C = kernels.weighed(logits_V, rules)
+            best_C, scaled_C = kernels.largest(scaled_C, min(NOISY, len(scaled_C)))
+            noisy_C = torch.log_softmax(scaled_C + kernels.gumbel(key, id_C[best_C]), 0)
+            order_C, score_C = kernels.largest(noisy_C, min(self.shape.width, len(noisy_C)))
+            id_C = id_C[best_C[order_C]]
+        return id_C.tolist(), score_C.tolist()
+
+    def draft(self, limit: int) -> Draft:
+        """Its `limit` likeliest tokens, the likeliest first: no token is likelier than the one it follows."""
+        best = sorted(self.nodes, key=lambda node: -node.score)[:limit]
+        rows = {self.root: 0} | {node: row for row, node in enumerate(best, 1)}
+        return Draft(tuple(node.id for node in best), None, tuple(rows[node.parent] for node in best))
+
+
+NOISY = 256  # of the likeliest tokens noise may make one the likeliest: a draft that overlooks another only falls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafters
+
+
+@dataclass(eq=False)
+class Trail:
+    """What a network has yet to read of a request: the features of its places from `start` on."""
+
+    start: int
+    rows: Tensor  # (N, D)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+
+class Follower:
+    """Drafts by a network that continues the model's hidden rows, one token after the other or as a tree.
+
+    Its keys and values lie in pages of the same numbers as the model's, in memory of its own: what the prefix cache
+    finds has them, too. (The last place of a shared page knows the token that followed it first; drafts of another
+    request may be the worse for it.) It reads prompts as they are computed, and tokens that stand when it is asked the
+    next time: then from the model's own rows, in place of the ones that it made itself for its drafts.
+    """
+
+    is_free, sure = False, SURE
+    MOST_UNREAD = 32  # rows; more are read at once, whether drafts are wanted or not
+
+    def __init__(self, network: Network, model: Model, cache: Cache, shape: TreeShape | None = None,
+                 manner: Manner = Manner()):
+        self.network, self.model, self.cache, self.shape, self.manner = network, model, cache, shape, manner
+        self.name, self.taps = network.name, network.taps
+        self.capacity = min(model.context, cache.capacity)
+        self.most_opened = shape.width * (shape.depth - 1) if shape else 0
+        config = network.config
+        # Pages of a group that keeps all tokens, if there is one.
+        group = next((i for i, group in enumerate(cache.groups) if not group.window), 0)
+        num_pages, dtype = cache.groups[group].pool.num_pages, cache.layers[0].k.dtype
+        self.kv = model.ops.new_kv(num_pages, cache.page_size, config.kv_heads, config.head_dim, config.head_dim, dtype,
+                                   model.device, group)
+        for memory in (self.kv.k, self.kv.v):
+            memory.zero_()  # what was not written is read in rare cases, and should not tell one run from the next
+        self.trails: dict[Request, Trail] = {}
+
+    @torch.inference_mode()
+    def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
+        f_TD = self.network.features(h_TD, taps)
+        for (request, start, end), f_ND in zip(spans, f_TD.split([end - start for _, start, end in spans])):
+            trail = self.trails.get(request)
+            if trail is None or trail.end != start:  # new, or begun again after a preemption
+                self.trails[request] = Trail(start, f_ND)
+            else:
+                trail.rows = torch.cat((trail.rows, f_ND))
+        unread = [(request, min(self.trails[request].end, len(request.tokens) - 1)) for request, _, _ in spans]
+        self._read([(request, end) for request, end in unread
+                    if end - self.trails[request].start >= self.MOST_UNREAD])
+
+    def forget(self, request: Request) -> None:
+        self.trails.pop(request, None)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        chains = [Chain(request, limit) for request, limit in zip(requests, limits, strict=True)
+                  if limit > 0 and self._is_ready(request, limit)]
+        if not chains:
+            return [NO_DRAFT] * len(requests)
+        last_LD = [self.trails[chain.request].rows[-1] for chain in chains]
+        g_LD = self._read([(chain.request, len(chain.request.tokens) - 1) for chain in chains])
+        if self.shape is None:
+            self._draft_chains(chains, g_LD)
+            drafts = {chain.request: chain.draft for chain in chains}
+        else:
+            trees = [Tree(chain.request, self.shape, g_D) for chain, g_D in zip(chains, g_LD)]
+            self._draft_trees(trees, dict(zip(trees, last_LD)))
+            drafts = {chain.request: tree.draft(chain.limit) for chain, tree in zip(chains, trees)}
+        return [drafts.get(request, NO_DRAFT) for request in requests]
+
+    def _is_ready(self, request: Request, limit: int) -> bool:
+        """Whether it has the row that the last token was drawn from, and there are pages for what it computes."""
+        trail, num_tokens = self.trails.get(request), len(request.tokens)
+        end = num_tokens + max(limit, self.most_opened)
+        if trail is None or trail.end != num_tokens - 1 or end > self.capacity:
+            return False
+        if not self.cache.grow(request.lease, end):
+            return False
+        self.cache.reach(request.lease, num_tokens - 1, end)
+        return True
+
+    def _read(self, ends: Sequence[tuple[Request, int]]) -> Tensor | None:
+        """Reads requests from the model's rows as far as place `end` of each: the network's last rows g_LD."""
+        if not ends:
+            return None
+        trails = [self.trails[request] for request, _ in ends]
+        counts = [end - trail.start for trail, (_, end) in zip(trails, ends)]
+        tokens = [request.tokens[trail.start + 1 : end + 1] for trail, (request, end) in zip(trails, ends)]
+        f_TD = torch.cat([trail.rows[:count] for trail, count in zip(trails, counts)])
+        g_TD = self._forward([request for request, _ in ends], tokens, [trail.start for trail in trails], f_TD)
+        for trail, count in zip(trails, counts):
+            trail.start, trail.rows = trail.start + count, trail.rows[count:].clone()
+        return g_TD[torch.tensor(list(accumulate(counts))) - 1]
+
+    def _forward(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], pasts: Sequence[int], f_TD: Tensor,
+                 parents: Sequence[Sequence[int] | None] = ()) -> Tensor:
+        batch = Batch.pack(self.cache, [request.lease.row for request in requests], tokens, pasts, (), parents=parents)
+        return self.network.forward(batch, f_TD, self.kv)
+
+    def _draft_chains(self, chains: Sequence[Chain], g_LD: Tensor) -> None:
+        while True:
+            going = grow(chains, self.network.logits(g_LD), self.model.ops, self.manner, self.sure)
+            if not going:
+                return
+            chains, f_LD = [chains[i] for i in going], g_LD[torch.tensor(going)]
+            g_LD = self._forward([chain.request for chain in chains], [chain.ids[-1:] for chain in chains],
+                                 [len(chain.request.tokens) + len(chain.ids) - 2 for chain in chains], f_LD)
+
+    def _draft_trees(self, trees: Sequence[Tree], last: dict[Tree, Tensor]) -> None:
+        """Level by level; `last` are the features of the text's last row."""
+        for depth in range(1, self.shape.depth + 1):
+            logits_LV = self.network.logits(torch.stack([node.row for tree in trees for node in tree.level]))
+            for tree, logits in zip(trees, logits_LV.split([len(tree.level) for tree in trees])):
+                tree.grow(logits)
+            trees = [tree for tree in trees if tree.level]
+            if depth == self.shape.depth or not trees:
+                return
+            self._go_on(trees, last)
+
+    def _go_on(self, trees: Sequence[Tree], last: dict[Tree, Tensor]) -> None:
+        """Computes the rows of each tree's newest level, and with them once more the levels before it and the text's
+        last row: rows of one step can be in sight of their own followers alone."""
+        tokens, parents, features = [], [], []
+        for tree in trees:
+            places = {tree.root: 0} | {node: i for i, node in enumerate(tree.opened, 1)}
+            tokens.append([node.id for node in places])
+            parents.append([places[node.parent] for node in tree.opened])
+            features += [last[tree], *(node.parent.row for node in tree.opened)]
+        pasts = [len(tree.request.tokens) - 2 for tree in trees]
+        g_TD = self._forward([tree.request for tree in trees], tokens, pasts, torch.stack(features), parents)
+        for tree, end in zip(trees, accumulate(map(len, tokens))):
+            for node, g_D in zip(tree.level, g_TD[end - len(tree.level) : end]):
+                node.row = g_D
+
+
+class Medusa:
+    """Drafts by Medusa's heads, all of which read the row that the last token was drawn from."""
+
+    name, is_free, taps, sure = "medusa", False, (), SURE
+
+    def __init__(self, heads: Sequence[MedusaHead], model: Model, shape: TreeShape | None = None,
+                 manner: Manner = Manner()):
+        self.heads, self.model, self.shape, self.manner = heads, model, shape, manner
+        self.rows: dict[Request, Tensor] = {}
+
+    def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
+        ends = accumulate(end - start for _, start, end in spans)
+        self.rows |= {request: h_TD[end - 1] for (request, _, _), end in zip(spans, ends)}
+
+    def forget(self, request: Request) -> None:
+        self.rows.pop(request, None)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        chains = [Chain(request, limit) for request, limit in zip(requests, limits, strict=True)
+                  if limit > 0 and request in self.rows]
+        trees = [Tree(chain.request, self.shape) for chain in chains] if self.shape else []
+        growing = list(range(len(chains)))
+        for head in self.heads[: self.shape.depth if self.shape else None]:
+            if not growing:
+                break
+            logits_LV = head(torch.stack([self.rows[chains[i].request] for i in growing]))
+            if self.shape is None:
+                going = grow([chains[i] for i in growing], logits_LV, self.model.ops, self.manner, self.sure)
+                growing = [growing[i] for i in going]
+            else:
+                for tree, logits_V in zip(trees, logits_LV):
+                    tree.grow(logits_V.expand(len(tree.level), -1))
+        drafts = {chain.request: chain.draft for chain in chains}
+        drafts |= {tree.request: tree.draft(chain.limit) for tree, chain in zip(trees, chains)}
+        return [drafts.get(request, NO_DRAFT) for request in requests]
