@@ -35,6 +35,9 @@ class Batch:
     For each group of the cache `slots_T` says where each token's keys and values go, and `tables` holds the page tables
     of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. Rows from
     `num_exact` on (None: none) multiply in bfloat16. starts_S1, lengths_S and lease_S are read by the host.
+
+    `ancestors_T` (None: no trees) has bit j set where a row sees its request's j-th new token, itself included: those
+    of a request, 64 at most, may form a tree of drafts, parents before children. Others see all before them: all bits.
     """
 
     token_T: Tensor
@@ -46,6 +49,7 @@ class Batch:
     lengths_S: Tensor
     row_L: Tensor
     num_exact: int | None = None
+    ancestors_T: Tensor | None = None
 
     @staticmethod
     def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],

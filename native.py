@@ -132,4 +132,4 @@ class Native:
 
     def attention(self, q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
         return self.module.attention(q_THA, kv.k, kv.v, batch.tables[kv.group], batch.lease_S, batch.starts_S1,
-                                     batch.lengths_S, kv.page_size, scale, window)
+                                     batch.lengths_S, batch.ancestors_T, kv.page_size, scale, window)
