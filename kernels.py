@@ -117,6 +117,15 @@ def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
     kv.v.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
 
 
+def move_kv_(kv: KV, from_T: Tensor, to_T: Tensor) -> None:
+    """Copies the keys and values of slots `from_T` into slots `to_T`, all their bits. No slot may be written before it
+    is read, should they be copied one after the other."""
+    for memory in (kv.k, kv.v, kv.k_scale, kv.v_scale):
+        if memory is not None:
+            slots = memory.flatten(0, 1)
+            slots.index_copy_(0, to_T, slots.index_select(0, from_T))
+
+
 def _quantized(x_TGA: Tensor) -> tuple[Tensor, Tensor]:
     """Cells in int8 and a float32 scale for each head: 127 cells are its greatest magnitude. Where a number is not
     finite the scale is NaN, and where it would be subnormal 0."""

@@ -280,6 +280,26 @@ Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qk
     return q_THA;
 }
 
+// Of the heads of a cache, or more, by what only pads them.
+int64_t head_width(const Tensor& cache, int64_t B) {
+    int64_t A = 16;
+    while (kv_head_bytes_cpu(A, B, cache_format(cache.scalar_type())) < cache.size(2) * cache.element_size() && A < 512)
+        A += 16;
+    expect_cache(cache, A, B);
+    return A;
+}
+
+void move_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& from_T, const Tensor& to_T, int64_t B) {
+    const int64_t T = from_T.numel(), G = k_cache.size(1), A = head_width(k_cache, B), num_pages = k_cache.size(0);
+    expect_cache(v_cache, A, B);
+    expect(to_T.numel() == T, "to_T must have a slot for each of from_T");
+    run("move_kv", {k_cache, v_cache, from_T, to_T},
+        [k = k_cache.data_ptr(), v = v_cache.data_ptr(), from = INTS(from_T), to = INTS(to_T), T, G, A, B, num_pages,
+         format = cache_format(k_cache.scalar_type())] {
+            return move_kv_cpu(k, v, from, to, T, G, A, B, num_pages, format);
+        });
+}
+
 Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
                  const Tensor& row_S, const Tensor& starts_S1, const Tensor& lengths_S, Optional ancestors_T, int64_t B,
                  double scale, int64_t window) {
@@ -325,6 +345,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("draw", &draw);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);
+    m.def("move_kv_", &move_kv);
     m.def("attention", &attention);
     m.def("kv_head_bytes", [](int64_t A, int64_t B, at::ScalarType dtype) {
         return kv_head_bytes_cpu(A, B, cache_format(dtype));

@@ -120,6 +120,11 @@ int rope_store_cpu(float* q_THA, void* k_cache, void* v_cache, const float* qkv_
                    const int64_t* slot_T, int64_t T, int64_t H, int64_t G, int64_t A, int64_t half, int64_t B,
                    int64_t num_pages, int32_t cache_format);
 
+// Copies the keys and values of slots from_T, all their bits, into slots to_T, one after the other: none may be written
+// before it is read. BAD_INDEX: a slot < 0 or >= num_pages * B.
+int move_kv_cpu(void* k_cache, void* v_cache, const int64_t* from_T, const int64_t* to_T, int64_t T, int64_t G,
+                int64_t A, int64_t B, int64_t num_pages, int32_t cache_format);
+
 // Causal attention of each request's new tokens over its pages. Request s owns rows starts_S1[s] to starts_S1[s + 1],
 // the last of its lengths_S[s] tokens; its page ids begin at table + row_S[s] * table_stride. window > 0: a token sees
 // itself and the window - 1 tokens before it. What no token sees may be anything. A row whose query, or any key or

@@ -796,6 +796,27 @@ void attention_case(Random& random) {
     refuse_requests(requests);
 }
 
+// Each token's slot copied to the one before it: as if the token had been stored there.
+void expect_moved(const Ints& slot_T, const Floats& k, const Floats& v, const Buffer<char>& k_cache,
+                  const Buffer<char>& v_cache, int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t format) {
+    const int64_t T = slot_T.size(), num_slots = num_pages * B;
+    if (T == num_slots) return;     // the first slot would be written over before it is read
+    Ints to_T(T);
+    for (int64_t t = 0; t < T; t++) to_T[t] = (slot_T[t] + num_slots - 1) % num_slots;
+    const Buffer<char> k_moved = copy(k_cache, 4), v_moved = copy(v_cache, 4);
+    const auto move = [&](const Ints& from_T, const Ints& to_T) {
+        return move_kv_cpu(k_moved, v_moved, from_T, to_T, T, G, A, B, num_pages, format);
+    };
+    for (const int64_t bad : {int64_t(-1), num_slots, INT64_MIN, INT64_MAX}) {
+        Ints bad_T = copy(to_T);
+        bad_T[T - 1] = bad;
+        CHECK(move(slot_T, bad_T) == BAD_INDEX && move(bad_T, to_T) == BAD_INDEX);
+    }
+    CHECK(move(slot_T, to_T) == OK);
+    CHECK(store_kv_cpu(k_cache, v_cache, k, v, to_T, T, G, A, B, num_pages, format) == OK);
+    CHECK(!std::memcmp(k_cache, k_moved, k_cache.size()) && !std::memcmp(v_cache, v_moved, v_cache.size()));
+}
+
 // rope_store_cpu does what rope_cpu and store_kv_cpu do.
 void rope_store_case(Random& random) {
     const int64_t T = random.from(1, 70), G = random.from(1, 3), H = G * random.from(1, 4);
@@ -833,6 +854,7 @@ void rope_store_case(Random& random) {
     }
     CHECK(both() == OK && same(q_both, turned_q));
     CHECK(!std::memcmp(k_cache, k_both, k_both.size()) && !std::memcmp(v_cache, v_both, v_both.size()));
+    expect_moved(slot_T, turned_k, v, k_cache, v_cache, G, A, B, num_pages, format);
 }
 
 // Arguments that are refused, and no rows at all ----------------------------------------------------------------------
@@ -911,6 +933,7 @@ void refuse_caches(Random&) {
                                      {2, 8, 4}, {2, 8, 24}, {2, 8, 512}, {2, 8, 0}, {2, 8, -16}, {2, 8, INT64_MIN}};
     for (const auto& [G, A, B] : bad_shapes) {
         CHECK(attend(1, 2, G, A, B, 0, F32) == BAD_SIZE && store(G, A, B, F32) == BAD_SIZE);
+        CHECK(move_kv_cpu(null, null, zero, zero, 1, G, A, B, 1, F32) == BAD_SIZE);
         CHECK(both(2, G, A, 0, B, BF16) == BAD_SIZE);
         if (G == 2) CHECK(kv_head_bytes_cpu(A, B, F32) == 0);
     }

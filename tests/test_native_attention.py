@@ -339,6 +339,40 @@ def test_rope_and_store_in_one_call_equal_the_reference(native, A, half, dtype):
     assert status(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 7, FORMATS[dtype]) == BAD_INDEX
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("A, B", [(64, 32), (20, 8), (6, 16)])
+def test_moving_copies_all_bits_of_a_slot_and_touches_no_others(native, A, B, dtype):
+    G, num_pages = 3, 4
+    picks = torch.Generator().manual_seed(1)
+    before = [torch.randint(-128, 128, (new_cache(native, num_pages, G, A, B, dtype).nbytes,), dtype=torch.int8,
+                            generator=picks) for _ in range(2)]
+    from_T, to_T = torch.tensor([B + 5, 7, B - 1, 2 * B, 3 * B + 3]), torch.tensor([3 * B, B + 5, 7, 2 * B, 1])
+    after = [x.clone() for x in before]
+    call(native.move_kv_cpu, *after, from_T, to_T, len(to_T), G, A, B, num_pages, FORMATS[dtype])
+    for i in range(2):
+        expected = before[i].clone()
+        for source, target in zip(from_T.tolist(), to_T.tolist()):
+            expected[bytes_of(native, target, G, A, B, num_pages, dtype)[i]] = before[i][
+                bytes_of(native, source, G, A, B, num_pages, dtype)[i]]
+        assert torch.equal(after[i], expected) and not torch.equal(expected, before[i])
+    for bad in (-1, num_pages * B):
+        for slots in ((from_T, from_T.index_fill(0, torch.tensor(1), bad)),
+                      (from_T.index_fill(0, torch.tensor(4), bad), to_T)):
+            assert status(native.move_kv_cpu, *after, *slots, len(to_T), G, A, B, num_pages,
+                          FORMATS[dtype]) == BAD_INDEX
+    assert status(native.move_kv_cpu, *after, from_T, to_T, -1, G, A, B, num_pages, FORMATS[dtype]) == BAD_SIZE
+    assert status(native.move_kv_cpu, *after, from_T, to_T, 5, G, A, B, num_pages, 8) == BAD_FORMAT
+
+
+def bytes_of(native, slot, G, A, B, num_pages, dtype):
+    """Which bytes of keys, and of values, a slot has: none of those that are stored is 0."""
+    caches = [new_cache(native, num_pages, G, A, B, dtype).zero_() for _ in range(2)]
+    bits = torch.tensor([0x3F818181 if dtype != torch.int8 else 0x3F800000], dtype=torch.int32).view(torch.float32)
+    x_TGA = bits.expand(1, G, A).contiguous()
+    call(native.store_kv_cpu, *caches, x_TGA, x_TGA, torch.tensor([slot]), 1, G, A, B, num_pages, FORMATS[dtype])
+    return [cache.view(torch.int8).flatten() != 0 for cache in caches]
+
+
 def test_bfloat16_rounds_as_in_torch(native):
     bits = torch.cat([torch.randint(-(2**31), 2**31, (60000,), generator=torch.Generator().manual_seed(2)),
                       torch.arange(0x3F7F0000, 0x3F810000), torch.arange(0x7F7EFFF0, 0x7F800000)])
