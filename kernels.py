@@ -122,6 +122,15 @@ def store_kv_(kv: KV, k_TGA: Tensor, v_TGA: Tensor, slot_T: Tensor) -> None:
     kv.v.flatten(0, 1).index_copy_(0, slot_T, v_TGA)
 
 
+def move_kv_(kv: KV, from_T: Tensor, to_T: Tensor) -> None:
+    """Copies the keys and values of slots `from_T` into slots `to_T`, all their bits. No slot may be written before it
+    is read, should they be copied one after the other."""
+    for memory in (kv.k, kv.v, kv.k_scale, kv.v_scale):
+        if memory is not None:
+            slots = memory.flatten(0, 1)
+            slots.index_copy_(0, to_T, slots.index_select(0, from_T))
+
+
 def _quantized(x_TGA: Tensor) -> tuple[Tensor, Tensor]:
     """Cells in int8 and a float32 scale for each head: 127 cells are its greatest magnitude. Where a number is not
     finite the scale is NaN, and where it would be subnormal 0."""
@@ -137,7 +146,8 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
 
     The new tokens' keys and values must be stored already. `batch` is a model.Batch: request s owns rows starts_S1[s]
     to starts_S1[s+1], the last of its lengths_S[s] tokens. `window` > 0: a token sees itself and the window - 1 tokens
-    before it. A row whose query, or any key or value that it sees, is not finite is NaN; the others are as without it.
+    before it; in a tree (batch.ancestors_T) the tokens of its own path, as if they stood side by side. A row whose
+    query, or any key or value that it sees, is not finite is NaN; the others are as without it.
     """
     out_THA = torch.empty_like(q_THA)
     lengths_S = batch.lengths_S.tolist()
@@ -145,10 +155,11 @@ def attention(q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Te
     def attend(function: Callable) -> None:
         for s, (start, end) in enumerate(pairwise(batch.starts_S1.tolist())):
             page_M = batch.tables[kv.group][batch.lease_S[s]]
+            tree_T = None if batch.ancestors_T is None else batch.ancestors_T[start:end]
             past = lengths_S[s] - (end - start)
             k_GLA, v_GLA, first = _cached(kv, page_M, past, lengths_S[s], window, q_THA.dtype)
             past -= first
-            out_HTA = function(q_THA[start:end].transpose(0, 1), k_GLA, v_GLA, past, scale, window)
+            out_HTA = function(q_THA[start:end].transpose(0, 1), k_GLA, v_GLA, past, scale, window, tree_T)
             out_THA[start:end] = out_HTA.transpose(0, 1)
 
     attend(_attend)
@@ -171,23 +182,26 @@ def _cached(kv: KV, page_M: Tensor, past: int, length: int, window: int,
     return k_GLA, v_GLA, first
 
 
-def _attend(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int) -> Tensor:
-    """One request: row i of the queries stands at place past + i of the L keys."""
+def _attend(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int,
+            tree_T: Tensor | None) -> Tensor:
+    """One request: the key of row i of the queries stands at place past + i of the L keys."""
     num_new, length = q_HTA.shape[1], k_GLA.shape[1]
-    mask_TL = _in_sight(past, length, window, q_HTA.device) if num_new > 1 and past or 0 < window < length else None
+    needs_mask = num_new > 1 and (past or tree_T is not None) or 0 < window < length
+    mask_TL = _in_sight(past, length, window, tree_T, q_HTA.device) if needs_mask else None
     out = F.scaled_dot_product_attention(
         q_HTA[None], k_GLA[None], v_GLA[None], attn_mask=mask_TL, is_causal=mask_TL is None and num_new > 1,
         scale=scale, enable_gqa=q_HTA.shape[0] != k_GLA.shape[0])
     return out[0]
 
 
-def _attend_damaged(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int) -> Tensor:
+def _attend_damaged(q_HTA: Tensor, k_GLA: Tensor, v_GLA: Tensor, past: int, scale: float, window: int,
+                    tree_T: Tensor | None) -> Tensor:
     """`_attend` by its meaning where numbers may not be finite: torch's own loses NaN in a query, and spreads NaN in a
     value even to rows before it, whose keys and values would reach other requests through the prefix cache."""
     bad_T, bad_L = (~x.isfinite().all(-1).all(0) for x in (q_HTA, v_GLA))
-    bad_T |= (_in_sight(past, k_GLA.shape[1], window, q_HTA.device) & bad_L).any(-1)
+    bad_T |= (_in_sight(past, k_GLA.shape[1], window, tree_T, q_HTA.device) & bad_L).any(-1)
     q_HTA, k_GLA, v_GLA = (x.nan_to_num(0, 0, 0) for x in (q_HTA, k_GLA, v_GLA))
-    return _attend(q_HTA, k_GLA, v_GLA, past, scale, window).masked_fill(bad_T[:, None], math.nan)
+    return _attend(q_HTA, k_GLA, v_GLA, past, scale, window, tree_T).masked_fill(bad_T[:, None], math.nan)
 
 
 def _finite(x: Tensor) -> bool:
@@ -195,13 +209,18 @@ def _finite(x: Tensor) -> bool:
     return math.isfinite(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else x.dtype))
 
 
-def _in_sight(past: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Which of `length` places each row from place `past` on sees: mask_TL."""
-    place_T1 = torch.arange(past, length, device=device)[:, None]
+def _in_sight(past: int, length: int, window: int, tree_T: Tensor | None, device: torch.device) -> Tensor:
+    """Which of `length` places each row from place `past` on sees: mask_TL. Those of a tree's rows hold its new tokens;
+    the window is measured by where these stand in the text of their own path."""
     place_L = torch.arange(length, device=device)
-    mask_TL = place_L <= place_T1
+    mask_TL = place_L <= place_L[past:, None]
+    if tree_T is not None:
+        num_bits = min(len(tree_T), 64)
+        sees_TT = tree_T[:, None] >> torch.arange(num_bits, device=device) & 1 == 1
+        mask_TL[:, past : past + num_bits] &= sees_TT
+        place_L[past:] = mask_TL.sum(1) - 1
     if window:
-        mask_TL &= place_L > place_T1 - window
+        mask_TL &= place_L > place_L[past:, None] - window
     return mask_TL
 
 

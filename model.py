@@ -36,9 +36,9 @@ class Batch:
     of all leases; that of request s is row lease_S[s]. `row_L` are the rows whose logits are wanted. Rows from
     `num_exact` on (None: none) multiply in bfloat16. starts_S1, lengths_S and lease_S are read by the host.
 
-    A request's new tokens may be a tree of drafts, parents before children: bit j of ancestors_T says whether the row
-    sees its request's j-th new token (itself included; those from the 64th on it sees if they come before it). None:
-    nobody's are. `taps` are layers whose input is wanted.
+    `ancestors_T` (None: no trees) has bit j set where a row sees its request's j-th new token, itself included: those
+    of a request, 64 at most, may form a tree of drafts, parents before children. Others see all before them: all bits.
+    `taps` are layers whose input is wanted.
     """
 
     token_T: Tensor

@@ -131,6 +131,9 @@ class Native:
         heads = qkv_TX.shape[1] // head_dim - 2 * kv.k.shape[1]
         return self.module.rope_store_(kv.k, kv.v, qkv_TX, *angles, slot_T, heads, head_dim, kv.page_size)
 
+    def move_kv_(self, kv: KV, from_T: Tensor, to_T: Tensor) -> None:
+        self.module.move_kv_(kv.k, kv.v, from_T, to_T, kv.page_size)
+
     def attention(self, q_THA: Tensor, kv: KV, batch, scale: float, window: int = 0) -> Tensor:
         return self.module.attention(q_THA, kv.k, kv.v, batch.tables[kv.group], batch.lease_S, batch.starts_S1,
-                                     batch.lengths_S, kv.page_size, scale, window)
+                                     batch.lengths_S, batch.ancestors_T, kv.page_size, scale, window)

@@ -289,20 +289,41 @@ Tensor rope_store(const Tensor& k_cache, const Tensor& v_cache, const Tensor& qk
     return q_THA;
 }
 
+// Of the heads of a cache, or more, by what only pads them.
+int64_t head_width(const Tensor& cache, int64_t B) {
+    int64_t A = 16;
+    while (kv_head_bytes_cpu(A, B, cache_format(cache.scalar_type())) < cache.size(2) * cache.element_size() && A < 512)
+        A += 16;
+    expect_cache(cache, A, B);
+    return A;
+}
+
+void move_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& from_T, const Tensor& to_T, int64_t B) {
+    const int64_t T = from_T.numel(), G = k_cache.size(1), A = head_width(k_cache, B), num_pages = k_cache.size(0);
+    expect_cache(v_cache, A, B);
+    expect(to_T.numel() == T, "to_T must have a slot for each of from_T");
+    run("move_kv", {k_cache, v_cache, from_T, to_T},
+        [k = k_cache.data_ptr(), v = v_cache.data_ptr(), from = INTS(from_T), to = INTS(to_T), T, G, A, B, num_pages,
+         format = cache_format(k_cache.scalar_type())] {
+            return move_kv_cpu(k, v, from, to, T, G, A, B, num_pages, format);
+        });
+}
+
 Tensor attention(const Tensor& q_THA, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
-                 const Tensor& row_S, const Tensor& starts_S1, const Tensor& lengths_S, int64_t B, double scale,
-                 int64_t window) {
+                 const Tensor& row_S, const Tensor& starts_S1, const Tensor& lengths_S, Optional ancestors_T, int64_t B,
+                 double scale, int64_t window) {
     const int64_t T = q_THA.size(0), H = q_THA.size(1), A = q_THA.size(2), S = row_S.numel(), G = k_cache.size(1);
     expect_cache(k_cache, A, B), expect_cache(v_cache, A, B);
     expect(starts_S1.numel() == S + 1 && lengths_S.numel() == S, "starts_S1 or lengths_S has a wrong shape");
+    expect(!ancestors_T || ancestors_T->numel() == T, "ancestors_T must have a number for each token");
     const Tensor out_THA = fresh(q_THA.sizes());
-    run("attention", {k_cache, v_cache, table, row_S, starts_S1, lengths_S},
+    run("attention", {k_cache, v_cache, table, row_S, starts_S1, lengths_S, ancestors_T.value_or(Tensor())},
         [out = FLOATS(out_THA), q = FLOATS(q_THA), k = k_cache.data_ptr(), v = v_cache.data_ptr(),
          pages = data<int32_t>(table, "table"), rows = INTS(row_S), starts = INTS(starts_S1), lengths = INTS(lengths_S),
-         T, S, H, G, A, B, num_pages = k_cache.size(0), stride = table.size(1), scale, window,
-         format = cache_format(k_cache.scalar_type())] {
-            return attention_cpu(out, q, k, v, pages, rows, starts, lengths, T, S, H, G, A, B, num_pages, stride, scale,
-                                 window, format);
+         ancestors = ancestors_T ? INTS(*ancestors_T) : nullptr, T, S, H, G, A, B, num_pages = k_cache.size(0),
+         stride = table.size(1), scale, window, format = cache_format(k_cache.scalar_type())] {
+            return attention_cpu(out, q, k, v, pages, rows, starts, lengths, ancestors, T, S, H, G, A, B, num_pages,
+                                 stride, scale, window, format);
         });
     return out_THA;
 }
@@ -334,6 +355,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("draw", &draw);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);
+    m.def("move_kv_", &move_kv);
     m.def("attention", &attention);
     m.def("kv_head_bytes", [](int64_t A, int64_t B, at::ScalarType dtype) {
         return kv_head_bytes_cpu(A, B, cache_format(dtype));

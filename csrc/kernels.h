@@ -120,14 +120,24 @@ int rope_store_cpu(float* q_THA, void* k_cache, void* v_cache, const float* qkv_
                    const int64_t* slot_T, int64_t T, int64_t H, int64_t G, int64_t A, int64_t half, int64_t B,
                    int64_t num_pages, int32_t cache_format);
 
+// Copies the keys and values of slots from_T, all their bits, into slots to_T, one after the other: none may be written
+// before it is read. BAD_INDEX: a slot < 0 or >= num_pages * B.
+int move_kv_cpu(void* k_cache, void* v_cache, const int64_t* from_T, const int64_t* to_T, int64_t T, int64_t G,
+                int64_t A, int64_t B, int64_t num_pages, int32_t cache_format);
+
 // Causal attention of each request's new tokens over its pages. Request s owns rows starts_S1[s] to starts_S1[s + 1],
 // the last of its lengths_S[s] tokens; its page ids begin at table + row_S[s] * table_stride. window > 0: a token sees
 // itself and the window - 1 tokens before it. What no token sees may be anything. A row whose query, or any key or
 // value that it sees, is not finite is NaN in all its heads. BAD_INDEX: starts_S1 and lengths_S contradict each other
 // or T, or the table names a page < 0 or >= num_pages that a token sees.
+// A request's new tokens may form a tree: bit j of ancestors_T says whether a row sees its request's j-th new token (of
+// those before it and itself; later bits say nothing). A row then has the bits that it would have if the drafts it does
+// not see were no part of the text, where the ancestors stand side by side; windows count this text. A request that has
+// no tree has all bits set; null: none has one. BAD_INDEX, too: a row does not see itself, or of those before it not
+// just what the last it sees does; or a request of more than 64 new tokens has not all bits set.
 int attention_cpu(float* out_THA, const float* q_THA, const void* k_cache, const void* v_cache, const int32_t* table,
-                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, int64_t T, int64_t S,
-                  int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages, int64_t table_stride, float scale,
-                  int64_t window, int32_t cache_format);
+                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, const int64_t* ancestors_T,
+                  int64_t T, int64_t S, int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages,
+                  int64_t table_stride, float scale, int64_t window, int32_t cache_format);
 
 }  // extern "C"

@@ -526,20 +526,43 @@ struct Requests {
     int64_t S, T = 0, H, G, A, B, num_pages, stride, window;
     int32_t format;
     Ints row_S, starts_S1, lengths_S, first_S;      // first_S: where a request's tokens begin in k and v
+    Ints ancestors_T;       // none: no trees
     Buffer<int32_t> table;
     Floats q_THA, k, v;
     Buffer<char> k_cache, v_cache;
 
     int64_t num_new(int64_t s) const { return starts_S1[s + 1] - starts_S1[s]; }
     int64_t cache_bytes() const { return num_pages * G * kv_head_bytes_cpu(A, B, format); }
-    // The first place that the i-th new token of a request sees; the last is its own.
+    // Where the i-th new token of a request lies, and the first place that any of them sees.
     int64_t own(int64_t s, int64_t i) const { return lengths_S[s] - num_new(s) + i; }
-    int64_t first_seen(int64_t s, int64_t i) const { return window ? std::max<int64_t>(0, own(s, i) + 1 - window) : 0; }
+    int64_t first_seen(int64_t s) const { return window ? std::max<int64_t>(0, own(s, 0) + 1 - window) : 0; }
+    bool is_ancestor(int64_t s, int64_t j, int64_t i) const {
+        return j <= i && (!ancestors_T.size() || j >= 64 || ancestors_T[starts_S1[s] + i] >> j & 1);
+    }
+    bool is_chain(int64_t s) const {
+        for (int64_t t = starts_S1[s]; t < starts_S1[s + 1]; t++)
+            if (ancestors_T.size() && ancestors_T[t] != -1) return false;
+        return true;
+    }
+    // The places of the text that ends with a request's i-th new token, and of that what the token sees.
+    std::vector<int64_t> text(int64_t s, int64_t i) const {
+        std::vector<int64_t> places(own(s, 0));
+        std::iota(places.begin(), places.end(), 0);
+        for (int64_t j = 0; j <= i; j++)
+            if (is_ancestor(s, j, i)) places.push_back(own(s, j));
+        return places;
+    }
+    std::vector<int64_t> seen(int64_t s, int64_t i) const {
+        const std::vector<int64_t> places = text(s, i);
+        return {window && window < int64_t(places.size()) ? places.end() - window : places.begin(), places.end()};
+    }
     int64_t slot(int64_t s, int64_t place) const { return table[row_S[s] * stride + place / B] * B + place % B; }
 
-    int store(int64_t s, int64_t first, int64_t end) const {
+    int store(int64_t s, int64_t first, int64_t end) const { return store_at(s, first, end, first); }
+    // Tokens first to end at places from `at` on.
+    int store_at(int64_t s, int64_t first, int64_t end, int64_t at) const {
         Ints slot_T(end - first);
-        for (int64_t place = first; place < end; place++) slot_T[place - first] = slot(s, place);
+        for (int64_t place = first; place < end; place++) slot_T[place - first] = slot(s, place - first + at);
         const int64_t from = (first_S[s] + first) * G * A, num = (end - first) * G * A;
         Floats keys(num), values(num);
         std::copy(k + from, k + from + num, keys.begin());
@@ -549,12 +572,14 @@ struct Requests {
 
     Floats attend() const {
         Floats out = poison(T * H * A);
-        CHECK(attend(out, q_THA, row_S, starts_S1, lengths_S) == OK);
+        CHECK(attend(out, q_THA, row_S, starts_S1, lengths_S, ancestors_T) == OK);
         return out;
     }
-    int attend(float* out, const float* q, const Ints& rows, const Ints& starts, const Ints& lengths) const {
-        return attention_cpu(out, q, k_cache, v_cache, table, rows, starts, lengths, starts[starts.size() - 1],
-                             rows.size(), H, G, A, B, num_pages, stride, std::pow(A, -0.5f), window, format);
+    int attend(float* out, const float* q, const Ints& rows, const Ints& starts, const Ints& lengths,
+               const Ints& ancestors) const {
+        return attention_cpu(out, q, k_cache, v_cache, table, rows, starts, lengths,
+                             ancestors.size() ? ancestors.begin() : nullptr, starts[starts.size() - 1], rows.size(), H,
+                             G, A, B, num_pages, stride, std::pow(A, -0.5f), window, format);
     }
 };
 
@@ -592,8 +617,22 @@ void deal_pages(Random& random, Requests& requests) {
     for (int32_t& page : requests.table) page = random.once_in(2) ? -1 : INT32_MAX;
     int64_t next = 0;
     for (int64_t s = 0; s < requests.S; s++)
-        for (int64_t page = requests.first_seen(s, 0) / requests.B; page * requests.B < requests.lengths_S[s]; page++)
+        for (int64_t page = requests.first_seen(s) / requests.B; page * requests.B < requests.lengths_S[s]; page++)
             requests.table[requests.row_S[s] * requests.stride + page] = int32_t(order[next++]);
+}
+
+// Lets the new tokens of some requests form trees.
+void grow_trees(Random& random, Requests& requests) {
+    requests.ancestors_T = Ints(requests.T);
+    for (int64_t s = 0; s < requests.S; s++) {
+        int64_t* const ancestors = requests.ancestors_T + requests.starts_S1[s];
+        const bool is_tree = requests.num_new(s) <= 64 && !random.once_in(3);
+        const int64_t near = random.from(1, 8);
+        for (int64_t i = 0; i < requests.num_new(s); i++) {
+            const int64_t parent = random.from(std::max<int64_t>(0, i - near), std::max<int64_t>(0, i - 1));
+            ancestors[i] = is_tree ? (i ? ancestors[parent] : 0) | int64_t(uint64_t(1) << i) : -1;
+        }
+    }
 }
 
 Requests requests_of(Random& random) {
@@ -617,6 +656,7 @@ Requests requests_of(Random& random) {
         num_tokens += length, num_pages += pages;
         requests.stride = std::max(requests.stride, pages);
     }
+    if (random.once_in(2)) grow_trees(random, requests);
     requests.num_pages = num_pages + random.from(0, 2);
     deal_pages(random, requests);
     requests.q_THA = numbers(random, requests.T * requests.H * requests.A);
@@ -625,18 +665,17 @@ Requests requests_of(Random& random) {
     requests.k_cache = poisoned_cache(random, requests.cache_bytes());
     requests.v_cache = poisoned_cache(random, requests.cache_bytes());
     for (int64_t s = 0; s < requests.S; s++)
-        CHECK(requests.store(s, requests.first_seen(s, 0), requests.lengths_S[s]) == OK);
+        CHECK(requests.store(s, requests.first_seen(s), requests.lengths_S[s]) == OK);
     return requests;
 }
 
 // One new token's first head by a plain loop.
 void expect_token(const Requests& requests, const float* out_A, int64_t s, int64_t i) {
     const int64_t A = requests.A, width = requests.G * A;
-    const int64_t first = requests.first_seen(s, i), end = requests.own(s, i) + 1;
     const float* q = requests.q_THA + (requests.starts_S1[s] + i) * requests.H * A;
     std::vector<double> sums(A);
     double total = 0;
-    for (int64_t place = first; place < end; place++) {
+    for (const int64_t place : requests.seen(s, i)) {
         const int64_t at = (requests.first_S[s] + place) * width;
         double score = 0;
         for (int64_t a = 0; a < A; a++) score += double(q[a]) * requests.k[at + a];
@@ -647,25 +686,37 @@ void expect_token(const Requests& requests, const float* out_A, int64_t s, int64
     for (int64_t a = 0; a < A; a++) CHECK(std::abs(out_A[a] - sums[a] / total) < 1e-3);
 }
 
-// A request alone, in two pieces: the bits that it has among the others.
+// New tokens of a request alone, which has `length` tokens then: the bits that they have among the others.
+void attend_some(const Requests& requests, const Floats& expected, int64_t s, int64_t first, int64_t end,
+                 int64_t length, bool is_chain) {
+    const int64_t width = requests.H * requests.A, row = requests.starts_S1[s] + first;
+    Floats out = poison((end - first) * width), q(out.size());
+    std::copy(requests.q_THA + row * width, requests.q_THA + (row + end - first) * width, q.begin());
+    Ints ancestors(is_chain ? 0 : end - first);
+    for (int64_t i = 0; i < ancestors.size(); i++) ancestors[i] = requests.ancestors_T[row + i];
+    CHECK(requests.attend(out, q, ints({requests.row_S[s]}), ints({0, end - first}), ints({length}), ancestors) == OK);
+    CHECK(same(out, expected + row * width, out.size()));
+}
+
+// A request in two pieces; of a tree the first, and a token after its ancestors at the places that they have in a text.
 void attend_alone(Random& random, const Requests& requests, const Floats& expected, int64_t s) {
-    const int64_t num_new = requests.num_new(s), width = requests.H * requests.A, cut = random.from(0, num_new);
-    const int64_t pieces[][2] = {{0, cut}, {cut, num_new}};
-    for (const auto& [first, end] : pieces) {
-        const int64_t row = requests.starts_S1[s] + first;
-        Floats out = poison((end - first) * width), q(out.size());
-        std::copy(requests.q_THA + row * width, requests.q_THA + (row + end - first) * width, q.begin());
-        const Ints lengths = ints({requests.own(s, end)});
-        CHECK(requests.attend(out, q, ints({requests.row_S[s]}), ints({0, end - first}), lengths) == OK);
-        CHECK(same(out, expected + row * width, out.size()));
-    }
+    const int64_t num_new = requests.num_new(s), cut = random.from(0, num_new), past = requests.own(s, 0);
+    const bool is_chain = requests.is_chain(s);
+    attend_some(requests, expected, s, 0, cut, requests.own(s, cut), is_chain);
+    if (is_chain) return attend_some(requests, expected, s, cut, num_new, requests.lengths_S[s], true);
+    const int64_t i = random.from(0, num_new - 1);
+    const std::vector<int64_t> text = requests.text(s, i);
+    for (int64_t place = past; place < int64_t(text.size()); place++)
+        CHECK(requests.store_at(s, text[place], text[place] + 1, place) == OK);
+    attend_some(requests, expected, s, i, i + 1, text.size(), true);
+    CHECK(requests.store(s, past, requests.lengths_S[s]) == OK);
 }
 
 // A number that is not finite: the tokens that see it are NaN in full, the others as before.
 void spoil_token(Random& random, const Requests& requests, const Floats& expected) {
     const int64_t s = random.from(0, requests.S - 1), width = requests.H * requests.A;
     if (!requests.num_new(s)) return;
-    const int64_t place = random.from(requests.first_seen(s, 0), requests.lengths_S[s] - 1);
+    const int64_t place = random.from(requests.first_seen(s), requests.lengths_S[s] - 1);
     const int64_t asking = random.from(0, requests.num_new(s) - 1);
     const Floats* const parts[] = {&requests.q_THA, &requests.k, &requests.v};
     const Floats& part = *random.one_of(parts);
@@ -680,8 +731,8 @@ void spoil_token(Random& random, const Requests& requests, const Floats& expecte
     CHECK(requests.store(s, place, place + 1) == OK);
     for (int64_t r = 0; r < requests.S; r++)
         for (int64_t i = 0; i < requests.num_new(r); i++) {
-            const bool in_sight = place <= requests.own(r, i) && place >= requests.first_seen(r, i);
-            const bool sees = is_query ? i == asking : in_sight;
+            const std::vector<int64_t> seen = requests.seen(r, i);
+            const bool sees = is_query ? i == asking : std::count(seen.begin(), seen.end(), place) > 0;
             const int64_t row = (requests.starts_S1[r] + i) * width;
             if (r == s && sees) CHECK(none_finite(out + row, width));
             else CHECK(same(out + row, expected + row, width));
@@ -693,7 +744,8 @@ void refuse_requests(const Requests& requests) {
     if (!requests.num_new(s)) return;
     Floats out = poison(requests.T * requests.H * requests.A);
     const auto refuses = [&](const Ints& rows, const Ints& starts, const Ints& lengths) {
-        CHECK(requests.attend(out, requests.q_THA, rows, starts, lengths) == BAD_INDEX && untouched(out));
+        CHECK(requests.attend(out, requests.q_THA, rows, starts, lengths, requests.ancestors_T) == BAD_INDEX);
+        CHECK(untouched(out));
     };
     Ints rows = copy(requests.row_S), starts = copy(requests.starts_S1), lengths = copy(requests.lengths_S);
     for (const int64_t bad : {int64_t(-1), INT64_MIN}) {
@@ -708,6 +760,13 @@ void refuse_requests(const Requests& requests) {
     for (const int64_t bad : {int64_t(-1), requests.T + 1, INT64_MIN, INT64_MAX}) {
         starts[s] = bad;
         refuses(requests.row_S, starts, requests.lengths_S);
+    }
+    for (int64_t i = 0; requests.ancestors_T.size() && i < requests.num_new(s); i++) {
+        int64_t& ancestors = requests.ancestors_T[requests.starts_S1[s] + i];
+        const int64_t before = ancestors;
+        ancestors &= ~int64_t(uint64_t(1) << i % 64);   // does not see itself, or is no chain though there are many
+        refuses(requests.row_S, requests.starts_S1, requests.lengths_S);
+        ancestors = before;
     }
     int32_t& page = requests.table[requests.row_S[s] * requests.stride + (requests.lengths_S[s] - 1) / requests.B];
     const int32_t before = page;
@@ -735,6 +794,27 @@ void attention_case(Random& random) {
         for (int i = 0; i < 2; i++) spoil_token(random, requests, out);
     });
     refuse_requests(requests);
+}
+
+// Each token's slot copied to the one before it: as if the token had been stored there.
+void expect_moved(const Ints& slot_T, const Floats& k, const Floats& v, const Buffer<char>& k_cache,
+                  const Buffer<char>& v_cache, int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t format) {
+    const int64_t T = slot_T.size(), num_slots = num_pages * B;
+    if (T == num_slots) return;     // the first slot would be written over before it is read
+    Ints to_T(T);
+    for (int64_t t = 0; t < T; t++) to_T[t] = (slot_T[t] + num_slots - 1) % num_slots;
+    const Buffer<char> k_moved = copy(k_cache, 4), v_moved = copy(v_cache, 4);
+    const auto move = [&](const Ints& from_T, const Ints& to_T) {
+        return move_kv_cpu(k_moved, v_moved, from_T, to_T, T, G, A, B, num_pages, format);
+    };
+    for (const int64_t bad : {int64_t(-1), num_slots, INT64_MIN, INT64_MAX}) {
+        Ints bad_T = copy(to_T);
+        bad_T[T - 1] = bad;
+        CHECK(move(slot_T, bad_T) == BAD_INDEX && move(bad_T, to_T) == BAD_INDEX);
+    }
+    CHECK(move(slot_T, to_T) == OK);
+    CHECK(store_kv_cpu(k_cache, v_cache, k, v, to_T, T, G, A, B, num_pages, format) == OK);
+    CHECK(!std::memcmp(k_cache, k_moved, k_cache.size()) && !std::memcmp(v_cache, v_moved, v_cache.size()));
 }
 
 // rope_store_cpu does what rope_cpu and store_kv_cpu do.
@@ -774,6 +854,7 @@ void rope_store_case(Random& random) {
     }
     CHECK(both() == OK && same(q_both, turned_q));
     CHECK(!std::memcmp(k_cache, k_both, k_both.size()) && !std::memcmp(v_cache, v_both, v_both.size()));
+    expect_moved(slot_T, turned_k, v, k_cache, v_cache, G, A, B, num_pages, format);
 }
 
 // Arguments that are refused, and no rows at all ----------------------------------------------------------------------
@@ -839,7 +920,7 @@ void refuse_rows(Random&) {
 void refuse_caches(Random&) {
     const Ints zero = ints({0}), starts = ints({0, 1}), length = ints({1});
     const auto attend = [&](int64_t T, int64_t H, int64_t G, int64_t A, int64_t B, int64_t window, int32_t format) {
-        return attention_cpu(null, null, null, null, null, zero, T ? starts : zero, length, T, T ? 1 : 0,
+        return attention_cpu(null, null, null, null, null, zero, T ? starts : zero, length, null, T, T ? 1 : 0,
                              H, G, A, B, 1, 1, 1, window, format);
     };
     const auto store = [&](int64_t G, int64_t A, int64_t B, int32_t format) {
@@ -852,6 +933,7 @@ void refuse_caches(Random&) {
                                      {2, 8, 4}, {2, 8, 24}, {2, 8, 512}, {2, 8, 0}, {2, 8, -16}, {2, 8, INT64_MIN}};
     for (const auto& [G, A, B] : bad_shapes) {
         CHECK(attend(1, 2, G, A, B, 0, F32) == BAD_SIZE && store(G, A, B, F32) == BAD_SIZE);
+        CHECK(move_kv_cpu(null, null, zero, zero, 1, G, A, B, 1, F32) == BAD_SIZE);
         CHECK(both(2, G, A, 0, B, BF16) == BAD_SIZE);
         if (G == 2) CHECK(kv_head_bytes_cpu(A, B, F32) == 0);
     }
@@ -957,7 +1039,8 @@ void far_pages_case(Random&) {
             CHECK(store_kv_cpu(k_cache.at(0), v_cache.at(0), k, v, slot_T, length, G, A, B, NUM_PAGES, format) == OK);
             results[i] = poison(num_new * H * A);
             CHECK(attention_cpu(results[i], q, k_cache.at(0), v_cache.at(0), tables[i], ints({0}), ints({0, num_new}),
-                                ints({length}), num_new, 1, H, G, A, B, NUM_PAGES, 3, 0.1f, 0, format) == OK);
+                                ints({length}), nullptr, num_new, 1, H, G, A, B, NUM_PAGES, 3, 0.1f, 0,
+                                format) == OK);
         }
         CHECK(same(results[0], results[1]) && all_finite(results[0], results[0].size()));
     }

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import KV
+from trees import ancestors, in_window, random_paths
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -75,10 +76,10 @@ def paged(lengths, G, A, B, seed=0, num_spare=3, dtype=torch.float64):
     return kv, table_SM, keys, values
 
 
-def batch_of(starts, lengths, table_SM):
+def batch_of(starts, lengths, table_SM, ancestors_T=None):
     """What attention reads of a model.Batch."""
     return SimpleNamespace(starts_S1=torch.tensor(starts), lengths_S=torch.tensor(lengths), tables=(table_SM,),
-                           lease_S=torch.arange(len(lengths)))
+                           lease_S=torch.arange(len(lengths)), ancestors_T=ancestors_T)
 
 
 def naive_attention(q_THA, keys, values, new, scale, window):
@@ -108,6 +109,33 @@ def test_attention_over_pages_equals_loops(seed, requests, heads, A, B, window):
     batch = batch_of([sum(new[:s]) for s in range(len(new) + 1)], lengths, table_SM)
     out = kernels.attention(q_THA, kv, batch, A**-0.5, window)
     assert torch.allclose(out, naive_attention(q_THA, keys, values, new, A**-0.5, window), atol=1e-12)
+
+
+@given(st.integers(0, 2**30), st.integers(0, 40), st.integers(1, 20), st.sampled_from([0, 1, 3, 6, 30]),
+       st.sampled_from([8, 16]))
+def test_attention_in_a_tree_equals_loops(seed, past, num_new, window, B):
+    """Beside a chain. A window is measured along a token's path; what is not finite on another does not matter."""
+    paths = random_paths(num_new, torch.Generator().manual_seed(seed))
+    kv, table_SM, keys, values = paged([past + num_new, 20], 2, 16, B, seed)
+    q_THA = random(num_new + 3, 4, 16, seed=seed + 5)
+    ancestors_T = torch.cat([ancestors(paths), torch.tensor([-1, -1, -1])])
+    batch = batch_of([0, num_new, num_new + 3], [past + num_new, 20], table_SM, ancestors_T)
+    seen = [in_window([*range(past), *(past + j for j in path)], window) for path in paths]
+
+    def expected():
+        rows = [naive_attention(q_HA[None], [keys[0][place_L]], [values[0][place_L]], [1], 0.25, 0)
+                for q_HA, place_L in zip(q_THA, seen)]
+        return torch.cat([*rows, naive_attention(q_THA[num_new:], keys[1:], values[1:], [3], 0.25, window)])
+
+    whole = kernels.attention(q_THA, kv, batch, 0.25, window)
+    assert torch.allclose(whole, expected(), atol=1e-12)
+    place = past + seed % num_new
+    keys[0][place, 1, 3] = math.nan
+    slot_T = table_SM[0, place // B].long()[None] * B + place % B
+    kernels.store_kv_(kv, keys[0][place : place + 1], values[0][place : place + 1], slot_T)
+    sees = torch.tensor([place in place_L for place_L in seen] + [False] * 3)
+    out = kernels.attention(q_THA, kv, batch, 0.25, window)
+    assert out[sees].isnan().all() and torch.allclose(out[~sees], whole[~sees], atol=1e-12)
 
 
 @given(st.integers(0, 2**30), st.sampled_from(["q", "k", "v"]), st.sampled_from([math.nan, math.inf, -math.inf]),

@@ -57,9 +57,9 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
 def test_operations_have_the_signatures_of_the_reference(native_ops):
     public = [name for name, value in vars(kernels).items() if inspect.isfunction(value) and not name.startswith("_")]
     served = [name for name in public if hasattr(native_ops, name)]
-    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "draw", "rope_angles", "rope_store_",
-            "attention", "new_kv"} <= set(served)
-    for name in ("rope_angles", "rope_store_", "attention", "new_kv"):
+    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "draw", "rope_angles",
+            "rope_store_", "move_kv_", "attention", "new_kv"} <= set(served)
+    for name in ("rope_angles", "rope_store_", "move_kv_", "attention", "new_kv"):
         assert list(inspect.signature(getattr(native_ops, name)).parameters) == list(
             inspect.signature(getattr(kernels, name)).parameters)
 
@@ -78,6 +78,31 @@ def test_what_the_kernels_cannot_read_is_refused_by_name(native_ops):
         native_ops.pack([("f32", (4, 9), torch.ones(4, 8).view(torch.uint8))])
     with pytest.raises(ValueError, match="embed: an index out of range"):
         native_ops.embed(packed, torch.tensor([4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("page_size, head_dim", [(8, 20), (16, 64), (32, 256)])
+def test_what_is_moved_is_as_if_it_had_been_stored_there(native_ops, page_size, head_dim, dtype):
+    """Of both operations. A slot that is read may be written after that."""
+    from_T, to_T = torch.tensor([17, 9, 40]), torch.tensor([16, 17, 41])
+    qkv_TX = torch.randn(3, 6 * head_dim, generator=torch.Generator().manual_seed(1))
+    qkv_TX[1, 3 * head_dim] = torch.nan
+    for ops in (kernels, native_ops):
+        angles = ops.rope_angles(torch.arange(3), kernels.rope_frequencies(1e4, 8), 1.0, torch.float32)
+        kvs = [ops.new_kv(8, page_size, 2, head_dim, head_dim, dtype, "cpu", 0) for _ in range(2)]
+        for kv in kvs:
+            for memory in filter(lambda memory: memory is not None, (kv.k, kv.v, kv.k_scale, kv.v_scale)):
+                memory.zero_()
+            ops.rope_store_(kv, qkv_TX, angles, from_T, head_dim)
+        ops.move_kv_(kvs[0], from_T, to_T)
+        ops.rope_store_(kvs[1], qkv_TX, angles, to_T, head_dim)
+        for ours, theirs in ((kvs[0].k, kvs[1].k), (kvs[0].v, kvs[1].v)):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        for bad in (-1, 8 * page_size):
+            with pytest.raises((ValueError, IndexError, RuntimeError)):
+                ops.move_kv_(kvs[0], from_T, torch.tensor([16, 17, bad]))
+    with pytest.raises(ValueError, match="to_T must have a slot"):
+        native_ops.move_kv_(kvs[0], from_T, to_T[:2])
 
 
 # ---- models

@@ -4,6 +4,7 @@ against themselves in other company."""
 import ctypes
 import math
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import kernels
 import native as native_module
 from instructions import BEST, PARAMS
+from trees import ancestors, in_window, random_paths
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 30, torch.int8: 24}
 OK, BAD_FORMAT, BAD_SIZE, BAD_INDEX = range(4)
@@ -41,6 +43,8 @@ def status(function, *args) -> int:
         if isinstance(arg, torch.Tensor):
             assert arg.is_contiguous()
             return ctypes.c_void_p(arg.data_ptr())
+        if arg is None:
+            return ctypes.c_void_p()
         return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
     return function(*map(convert, args))
@@ -96,15 +100,15 @@ class Requests:
         call(self.native.store_kv_cpu, self.k, self.v, self.keys[s][first:end], self.values[s][first:end], slot_T,
              end - first, self.G, self.A, self.B, self.num_pages, FORMATS[self.dtype])
 
-    def attend(self, pieces, window=0):
+    def attend(self, pieces, window=0, ancestors_T=None):
         """Results for `pieces` (request, first, end), all in one call."""
         q_THA = torch.cat([self.queries[s][first:end] for s, first, end in pieces])
         out_THA = torch.full_like(q_THA, POISON)
         starts_S1 = torch.tensor([0, *accumulate(end - first for _, first, end in pieces)])
         row_S, lengths_S = (torch.tensor(x) for x in ([s for s, _, _ in pieces], [end for _, _, end in pieces]))
         call(self.native.attention_cpu, out_THA, q_THA, self.k, self.v, self.table, row_S, starts_S1, lengths_S,
-             len(q_THA), len(pieces), self.H, self.G, self.A, self.B, self.num_pages, self.width, self.A**-0.5,
-             window, FORMATS[self.dtype])
+             ancestors_T, len(q_THA), len(pieces), self.H, self.G, self.A, self.B, self.num_pages, self.width,
+             self.A**-0.5, window, FORMATS[self.dtype])
         return [out_THA[a:b] for a, b in pairwise(starts_S1.tolist())]
 
     def alone(self, s, chunk, window=0):
@@ -181,6 +185,96 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(native, s
     assert out[1][sees].isnan().all() and torch.equal(out[1][~sees], whole[1][~sees])
 
 
+# ---- trees of drafts
+
+
+class Trees(Requests):
+    """The same, whose last `num` tokens form a tree: paths[s][i] are those of them that the i-th sees. And of every
+    token of a tree the text that it sees as a request of its own, on pages of its own."""
+
+    def __init__(self, native, pasts, paths, *args):
+        super().__init__(native, [past + len(tree) for past, tree in zip(pasts, paths)], *args)
+        self.pieces = [(s, past, length) for s, (past, length) in enumerate(zip(pasts, self.lengths))]
+        self.ancestors_T = torch.cat([ancestors(tree) if len(tree) <= 64 else -torch.ones(len(tree)).long()
+                                      for tree in paths])
+        texts = [(s, past, torch.cat([torch.arange(past), past + torch.tensor(path)]))
+                 for s, (past, tree) in enumerate(zip(pasts, paths)) for path in tree]
+        self.alone = Requests(native, [len(place_L) for _, _, place_L in texts], *args)
+        for own, (s, past, place_L) in enumerate(texts):
+            for name in ("keys", "values", "queries"):
+                getattr(self.alone, name)[own] = getattr(self, name)[s][place_L].contiguous()
+            self.alone.store(own, 0, len(place_L))
+
+    def paths_alone(self, window):
+        """What the tokens of all trees get in plain decoding."""
+        return torch.cat(self.alone.attend([(s, n - 1, n) for s, n in enumerate(self.alone.lengths)], window))
+
+
+PASTS = [0, 1, 5, 8, 13, 16, 31, 100, 193, 200, 240, 249, 255, 256, 258, 500, 511]
+
+
+@given(seed=st.integers(0, 2**30), dtype=st.sampled_from(list(FORMATS)), B=st.sampled_from([8, 16, 32, 128]),
+       window=st.sampled_from([0, 1, 2, 5, 40, 260]), heads=st.sampled_from([(4, 2), (3, 3), (8, 1), (14, 2)]),
+       A=st.sampled_from([16, 20, 64]), near=st.sampled_from([1, 3, 64]))
+def test_a_token_of_a_tree_has_the_bits_of_its_path(native, seed, dtype, B, window, heads, A, near):
+    picks = torch.Generator().manual_seed(seed)
+
+    def pick(numbers):
+        return numbers[int(torch.randint(len(numbers), (), generator=picks))]
+
+    pasts, sizes = [pick(PASTS) for _ in range(3)], [pick([1, 2, 7, 20, 64]), pick([2, 9, 33, 64]), pick([1, 70])]
+    paths = [random_paths(num, picks, near) for num in sizes[:2]] + [[list(range(i + 1)) for i in range(sizes[2])]]
+    trees = Trees(native, pasts, paths, *heads, A, B, dtype, seed)
+    call(native.set_threads_cpu, pick([1, 2]))
+    together = trees.attend(trees.pieces, window, trees.ancestors_T)
+    assert torch.equal(torch.cat(together), trees.paths_alone(window))
+    for s, out in enumerate(together):
+        [alone] = trees.attend(trees.pieces[s : s + 1], window, trees.ancestors_T.split(sizes)[s].contiguous())
+        assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("past, B", [(3, 8), (0, 16), (20, 32), (300, 256)])
+def test_trees_are_as_exact_as_torch_in_float32(native, past, B, dtype):
+    paths = random_paths(60, torch.Generator().manual_seed(past))
+    trees = Trees(native, [past], [paths], 6, 2, 48, B, dtype)
+    for window in (0, 4, 100):
+        [out] = trees.attend(trees.pieces, window, trees.ancestors_T)
+        exact, rounded = (expected_in_tree(trees, past, window, t) for t in (torch.float64, torch.float32))
+        assert error(out, exact) <= max(2 * error(rounded, exact), 1e-6)
+
+
+def expected_in_tree(trees, past, window, dtype):
+    """The reference's attention of the first request on what the cache holds."""
+    length, page_size = trees.lengths[0], 16
+    num_pages = -(-length // page_size)
+    kv = kernels.new_kv(num_pages, page_size, trees.G, trees.A, trees.A, dtype, "cpu", 0)
+    k_TGA, v_TGA = (cached(x[0], trees.dtype) for x in (trees.keys, trees.values))
+    kernels.store_kv_(kv, k_TGA, v_TGA, torch.arange(length))
+    batch = SimpleNamespace(starts_S1=torch.tensor([0, length - past]), lengths_S=torch.tensor([length]),
+                            tables=(torch.arange(num_pages)[None],), lease_S=torch.tensor([0]),
+                            ancestors_T=trees.ancestors_T)
+    return kernels.attention(trees.queries[0][past:].to(dtype), kv, batch, trees.A**-0.5, window)
+
+
+@given(seed=st.integers(0, 2**30), part=st.sampled_from(["queries", "keys", "values"]),
+       bad=st.sampled_from([math.nan, math.inf, -math.inf]), dtype=st.sampled_from(list(FORMATS)),
+       window=st.sampled_from([0, 3, 64, 270]), heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
+       B=st.sampled_from([8, 16, 64]), past=st.sampled_from(PASTS))
+def test_in_a_tree_what_is_not_finite_reaches_those_that_see_it(native, seed, part, bad, dtype, window, heads, B, past):
+    picks = torch.Generator().manual_seed(seed)
+    paths = random_paths(int(torch.randint(2, 65, (), generator=picks)), picks)
+    trees = Trees(native, [past], [paths], *heads, 32, B, dtype, seed)
+    [whole] = trees.attend(trees.pieces, window, trees.ancestors_T)
+    place = int(torch.randint(past if part == "queries" else 0, past + len(paths), (), generator=picks))
+    getattr(trees, part)[0][place][0, 5] = bad
+    trees.store(0, place, place + 1)
+    [out] = trees.attend(trees.pieces, window, trees.ancestors_T)
+    seen = [in_window([*range(past), *(past + j for j in path)], window) for path in paths]
+    sees = torch.tensor([past + i == place if part == "queries" else place in seen[i] for i in range(len(paths))])
+    assert out[sees].isnan().all() and torch.equal(out[~sees], whole[~sees])
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_pages_out_of_a_windows_sight_are_not_looked_up(native, dtype):
     requests = Requests(native, [1000], 4, 2, 32, 16, dtype)
@@ -192,8 +286,8 @@ def test_pages_out_of_a_windows_sight_are_not_looked_up(native, dtype):
 def test_no_rows_are_no_error(native):
     nothing = torch.empty(0)
     zero = torch.zeros(1, dtype=torch.int64)
-    assert status(native.attention_cpu, nothing, nothing, nothing, nothing, nothing, nothing, zero, nothing, 0, 0, 4, 2,
-                  32, 16, 0, 0, 1.0, 0, 0) == OK
+    assert status(native.attention_cpu, nothing, nothing, nothing, nothing, nothing, nothing, zero, nothing, None, 0, 0,
+                  4, 2, 32, 16, 0, 0, 1.0, 0, 0) == OK
     assert status(native.store_kv_cpu, *[nothing] * 5, 0, 2, 32, 16, 0, 0) == OK
     assert status(native.argmax_cpu, nothing, nothing, 0, 9) == OK
     assert status(native.rms_norm_cpu, nothing, nothing, nothing, 0, 9, 1e-5) == OK
@@ -204,15 +298,19 @@ def test_impossible_arguments_are_refused(native):
     requests = Requests(native, [40], 4, 2, 32, 16, torch.float32)
     q_THA, out_THA = requests.queries[0][-3:], torch.empty(3, 4, 32)
 
-    def attend(row=0, end=3, length=40, H=4, A=32, B=16, num_pages=requests.num_pages, window=0, cache_format=0):
+    def attend(row=0, end=3, length=40, H=4, A=32, B=16, num_pages=requests.num_pages, window=0, cache_format=0,
+               tree=(-1, -1, -1)):
         return status(native.attention_cpu, out_THA, q_THA, requests.k, requests.v, requests.table,
-                      torch.tensor([row]), torch.tensor([0, end]), torch.tensor([length]), 3, 1, H, 2, A, B, num_pages,
-                      requests.width, 1.0, window, cache_format)
+                      torch.tensor([row]), torch.tensor([0, end]), torch.tensor([length]), torch.tensor(tree), 3, 1, H,
+                      2, A, B, num_pages, requests.width, 1.0, window, cache_format)
 
     assert attend() == OK
     assert attend(cache_format=8) == BAD_FORMAT
     assert {attend(H=5), attend(A=31), attend(B=24), attend(window=-1)} == {BAD_SIZE}
     assert {attend(row=-1), attend(end=2), attend(length=2), attend(length=100), attend(num_pages=1)} == {BAD_INDEX}
+    assert {attend(tree=tree) for tree in ((1, 3, 5), (1, 2, 4), (1, 3, 7), (1, 2, 6), (-1, -2, ~2))} == {OK}
+    # The second does not see itself; nor the third; it sees two that are not one path; it misses what its parent sees.
+    assert {attend(tree=tree) for tree in ((1, 1, 5), (1, 3, 3), (1, 2, 7), (1, 3, 6))} == {BAD_INDEX}
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -239,6 +337,40 @@ def test_rope_and_store_in_one_call_equal_the_reference(native, A, half, dtype):
         stored = cache[cache != 7].flatten().sort().values
         assert torch.equal(stored, x.to(dtype).flatten().sort().values)
     assert status(native.store_kv_cpu, *caches[2:], turned, v_TGA, slot_T, T, G, A, B, 7, FORMATS[dtype]) == BAD_INDEX
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("A, B", [(64, 32), (20, 8), (6, 16)])
+def test_moving_copies_all_bits_of_a_slot_and_touches_no_others(native, A, B, dtype):
+    G, num_pages = 3, 4
+    picks = torch.Generator().manual_seed(1)
+    before = [torch.randint(-128, 128, (new_cache(native, num_pages, G, A, B, dtype).nbytes,), dtype=torch.int8,
+                            generator=picks) for _ in range(2)]
+    from_T, to_T = torch.tensor([B + 5, 7, B - 1, 2 * B, 3 * B + 3]), torch.tensor([3 * B, B + 5, 7, 2 * B, 1])
+    after = [x.clone() for x in before]
+    call(native.move_kv_cpu, *after, from_T, to_T, len(to_T), G, A, B, num_pages, FORMATS[dtype])
+    for i in range(2):
+        expected = before[i].clone()
+        for source, target in zip(from_T.tolist(), to_T.tolist()):
+            expected[bytes_of(native, target, G, A, B, num_pages, dtype)[i]] = before[i][
+                bytes_of(native, source, G, A, B, num_pages, dtype)[i]]
+        assert torch.equal(after[i], expected) and not torch.equal(expected, before[i])
+    for bad in (-1, num_pages * B):
+        for slots in ((from_T, from_T.index_fill(0, torch.tensor(1), bad)),
+                      (from_T.index_fill(0, torch.tensor(4), bad), to_T)):
+            assert status(native.move_kv_cpu, *after, *slots, len(to_T), G, A, B, num_pages,
+                          FORMATS[dtype]) == BAD_INDEX
+    assert status(native.move_kv_cpu, *after, from_T, to_T, -1, G, A, B, num_pages, FORMATS[dtype]) == BAD_SIZE
+    assert status(native.move_kv_cpu, *after, from_T, to_T, 5, G, A, B, num_pages, 8) == BAD_FORMAT
+
+
+def bytes_of(native, slot, G, A, B, num_pages, dtype):
+    """Which bytes of keys, and of values, a slot has: none of those that are stored is 0."""
+    caches = [new_cache(native, num_pages, G, A, B, dtype).zero_() for _ in range(2)]
+    bits = torch.tensor([0x3F818181 if dtype != torch.int8 else 0x3F800000], dtype=torch.int32).view(torch.float32)
+    x_TGA = bits.expand(1, G, A).contiguous()
+    call(native.store_kv_cpu, *caches, x_TGA, x_TGA, torch.tensor([slot]), 1, G, A, B, num_pages, FORMATS[dtype])
+    return [cache.view(torch.int8).flatten() != 0 for cache in caches]
 
 
 def test_bfloat16_rounds_as_in_torch(native):

@@ -1,6 +1,8 @@
 // attention_cpu: checks the arguments, cuts the work into items and shares them out. attention.inc has the arithmetic.
 #include "attention.h"
 
+#include <algorithm>
+
 #include "../kernels.h"
 #include "isa.h"
 #include "pool.h"
@@ -12,21 +14,49 @@ int64_t new_tokens(const Attention& call, int64_t request) {
     return call.starts_S1[request + 1] - call.starts_S1[request];
 }
 
+// Whether the new tokens of a request form a tree: each sees itself, and of the others what its parent sees, the last
+// of them. Then a path is a text. Without a tree all bits are set.
+bool is_tree(const Attention& call, int64_t request) {
+    const int64_t num_new = new_tokens(call, request);
+    for (int64_t i = 0; i < num_new; i++) {
+        if (num_new > MOST_TREE) {
+            if (call.ancestors_T[call.starts_S1[request] + i] != -1) return false;
+            continue;
+        }
+        const uint64_t seen = path(call, request, i), self = uint64_t(1) << i, others = seen & ~self;
+        if (!(seen & self)) return false;
+        if (others && others != path(call, request, 63 - __builtin_clzll(others))) return false;
+    }
+    return true;
+}
+
 int check(const Attention& call, int64_t T, int64_t S, int64_t num_pages) {
     if (T < 0 || S < 0 || call.H < 1 || call.window < 0) return BAD_SIZE;
     if (!is_cache_shape(call.G, call.A, call.B) || call.H % call.G) return BAD_SIZE;
     if (call.starts_S1[0] != 0 || call.starts_S1[S] != T) return BAD_INDEX;
     for (int64_t s = 0; s < S; s++) {
-        if (call.starts_S1[s + 1] < call.starts_S1[s]) return BAD_INDEX;
+        if (call.starts_S1[s + 1] < call.starts_S1[s] || call.starts_S1[s + 1] > T) return BAD_INDEX;
         const int64_t num_new = new_tokens(call, s), length = call.lengths_S[s];
         if (num_new == 0) continue;
         if (num_new > length || length > call.table_stride * call.B) return BAD_INDEX;
         if (call.row_S[s] < 0) return BAD_INDEX;
+        if (call.ancestors_T && !is_tree(call, s)) return BAD_INDEX;
         const int32_t* pages = call.table + call.row_S[s] * call.table_stride;
         for (int64_t page = sight(call, s, 0).first / call.B; page * call.B < length; page++)
             if (pages[page] < 0 || pages[page] >= num_pages) return BAD_INDEX;
     }
     return OK;
+}
+
+// The chunks that some of these rows see.
+Sight chunks_in_sight(const Attention& call, int64_t request, int64_t row, int64_t end_row) {
+    const int64_t R = call.H / call.G, first = row / R, last = (end_row - 1) / R;
+    Sight seen = {sight(call, request, first).first, sight(call, request, last).end};
+    for (int64_t i = first; call.ancestors_T && i <= last; i++) {   // in a tree any may be the one that sees most
+        const Sight of_token = sight(call, request, i);
+        seen = {std::min(seen.first, of_token.first), std::max(seen.end, of_token.end)};
+    }
+    return {seen.first / CHUNK, (seen.end + CHUNK - 1) / CHUNK};
 }
 
 // Calls body(block) for every block. Later rows come first: they see more, and long items should not end the call.
@@ -37,8 +67,7 @@ void each_block(const Attention& call, int64_t S, int64_t most_rows, Body body) 
         for (int64_t end = new_tokens(call, s) * R; end > 0; end -= most_rows)
             for (int64_t group = 0; group < call.G; group++) {
                 const int64_t row = end > most_rows ? end - most_rows : 0;
-                const int64_t chunk = sight(call, s, row).first / CHUNK;
-                const int64_t end_chunk = (sight(call, s, end - 1).end + CHUNK - 1) / CHUNK;
+                const auto [chunk, end_chunk] = chunks_in_sight(call, s, row, end);
                 body(Block{s, group, row, end, chunk, end_chunk, nullptr, end_chunk - chunk});
             }
 }
@@ -94,12 +123,12 @@ void spread_damage(const Attention& call, int64_t T) {
 }  // namespace quire
 
 int attention_cpu(float* out_THA, const float* q_THA, const void* k_cache, const void* v_cache, const int32_t* table,
-                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, int64_t T, int64_t S,
-                  int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages, int64_t table_stride, float scale,
-                  int64_t window, int32_t cache_format) {
+                  const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, const int64_t* ancestors_T,
+                  int64_t T, int64_t S, int64_t H, int64_t G, int64_t A, int64_t B, int64_t num_pages,
+                  int64_t table_stride, float scale, int64_t window, int32_t cache_format) {
     using namespace quire;
     bool damaged = false;
-    const Attention call = {out_THA, q_THA, k_cache, v_cache, table, row_S, starts_S1, lengths_S,
+    const Attention call = {out_THA, q_THA, k_cache, v_cache, table, row_S, starts_S1, lengths_S, ancestors_T,
                             H, G, A, B, table_stride, window, scale, &damaged};
     if (!cell_bytes(cache_format)) return BAD_FORMAT;
     if (const int status = check(call, T, S, num_pages)) return status;

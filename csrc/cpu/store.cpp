@@ -1,4 +1,5 @@
-// rope_cpu, store_kv_cpu and rope_store_cpu: positions turned into rotations, keys and values into the paged cache.
+// rope_cpu, store_kv_cpu, rope_store_cpu and move_kv_cpu: positions turned into rotations, keys and values into the
+// paged cache, and from one of its slots into another.
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -110,6 +111,33 @@ void store_head(void* k_cache, void* v_cache, const float* k, const float* v, in
     }
 }
 
+// One head's key and value from a slot into another. As bytes: of a NaN, too, all bits count.
+template <class Cell>
+void move_head(char* k_cache, char* v_cache, int64_t from, int64_t to, int64_t g, int64_t G, int64_t A, int64_t B) {
+    const auto move = [&](char* cache, auto cell_of, int64_t a) {
+        const auto at = [&](int64_t slot) {
+            return cache + (slot / B * G + g) * head_bytes(A, B, sizeof(Cell)) + cell_of(slot % B, a) * sizeof(Cell);
+        };
+        std::memcpy(at(to), at(from), sizeof(Cell));
+    };
+    for (int64_t a = 0; a < A; a++) {
+        move(k_cache, [&](int64_t place, int64_t a) { return key_cell<Cell>(A, place, a); }, a);
+        move(v_cache, [&](int64_t place, int64_t a) { return value_cell<Cell>(B, place, a); }, a);
+    }
+    const auto scale = [&](int64_t place, int64_t byte) { return head_cells(A, B) + place * 4 + byte; };
+    for (int64_t byte = 0; SCALED<Cell> && byte < 4; byte++) move(k_cache, scale, byte), move(v_cache, scale, byte);
+}
+
+void move_head(void* k_cache, void* v_cache, int64_t from, int64_t to, int64_t g, int64_t G, int64_t A, int64_t B,
+               int32_t cache_format) {
+    char *const keys = (char*)k_cache, *const values = (char*)v_cache;
+    switch (cache_format) {
+        case F32: return move_head<float>(keys, values, from, to, g, G, A, B);
+        case BF16: return move_head<uint16_t>(keys, values, from, to, g, G, A, B);
+        default: return move_head<int8_t>(keys, values, from, to, g, G, A, B);
+    }
+}
+
 int check(const int64_t* slot_T, int64_t T, int64_t G, int64_t A, int64_t B, int64_t num_pages, int32_t format) {
     if (!cell_bytes(format)) return BAD_FORMAT;
     if (T < 0 || !is_cache_shape(G, A, B)) return BAD_SIZE;
@@ -170,6 +198,17 @@ int rope_store_cpu(float* q_THA, void* k_cache, void* v_cache, const float* qkv_
             rotate(rotated, k + g * A, cos_t, sin_t, A, half);
             store_head(k_cache, v_cache, rotated, v + g * A, slot_T[t], g, G, A, B, cache_format);
         }
+    });
+    return OK;
+}
+
+int move_kv_cpu(void* k_cache, void* v_cache, const int64_t* from_T, const int64_t* to_T, int64_t T, int64_t G,
+                int64_t A, int64_t B, int64_t num_pages, int32_t cache_format) {
+    if (const int status = check(from_T, T, G, A, B, num_pages, cache_format)) return status;
+    if (const int status = check(to_T, T, G, A, B, num_pages, cache_format)) return status;
+    parallel(G, [&](int64_t g) {
+        for (int64_t t = 0; t < T; t++)     // in order: a slot may be written once it has been read
+            move_head(k_cache, v_cache, from_T[t], to_T[t], g, G, A, B, cache_format);
     });
     return OK;
 }
