@@ -133,7 +133,9 @@ class Engine:
         self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
 
     def draft_with(self, drafter: Drafter) -> None:
-        """Has requests from now on decode with drafts."""
+        """Has requests from now on decode with drafts; before the first request, if the drafter needs hidden rows."""
+        if drafter.taps is not None:
+            drafter.bind(self.cache)
         self.drafting = Drafting(drafter, self.config.draft_tokens, is_coupled=self.config.verify == "coupled")
 
     def _make_cache(self) -> Cache:

@@ -30,8 +30,11 @@ class Network(Protocol):
     config: ModelConfig  # sizes of its layer
     taps: tuple[int, ...]  # layers of the model whose inputs it reads
 
-    def features(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        """What it keeps of the model's hidden rows and the inputs of those layers: f_TD."""
+    def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """What it reads of the model's hidden rows and the inputs of those layers, row by row: x_TI."""
+
+    def features(self, x_TI: Tensor) -> Tensor:
+        """What it makes of that, as wide as its own rows: f_TD."""
 
     def forward(self, batch: Batch, f_TD: Tensor, kv: KV) -> Tensor:
         """The next rows g_TD; `batch` has tokens i + 1 at places i."""
@@ -54,8 +57,11 @@ class Eagle:
         self.attention = Attention(model.ops, weights, self.config, 0, "blk.0")
         self.ffn = FeedForward(model.ops, weights, self.config, "blk.0")
 
-    def features(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
+    def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return h_TD
+
+    def features(self, x_TI: Tensor) -> Tensor:
+        return x_TI
 
     def forward(self, batch: Batch, f_TD: Tensor, kv: KV) -> Tensor:
         g_TD = self.fc(torch.cat((self.model.embed(batch), f_TD), -1))
@@ -98,8 +104,11 @@ class Eagle3:
                              f"to {int(self.id_C.max())} for {num_tokens} logits and a model of {model.config.vocab} "
                              "tokens: get the head trained for it")
 
-    def features(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        return self.fc(torch.cat(list(taps), -1)).clone()
+    def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(taps), -1)
+
+    def features(self, x_TI: Tensor) -> Tensor:
+        return self.fc(x_TI)
 
     def forward(self, batch: Batch, f_TD: Tensor, kv: KV) -> Tensor:
         ops, eps = self.model.ops, self.config.norm_eps
@@ -135,8 +144,11 @@ class Mtp:
         self.layer = Layer(ops, weights, config, 0, name)
         self.norm_D = weights.take(f"{name}.nextn.shared_head_norm.weight")
 
-    def features(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
+    def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return h_TD
+
+    def features(self, x_TI: Tensor) -> Tensor:
+        return x_TI
 
     def forward(self, batch: Batch, f_TD: Tensor, kv: KV) -> Tensor:
         ops, eps = self.model.ops, self.config.norm_eps

@@ -102,10 +102,10 @@ NOISY = 256  # of the likeliest tokens noise may make one the likeliest: a draft
 
 @dataclass(eq=False)
 class Trail:
-    """What a network has yet to read of a request: the features of its places from `start` on."""
+    """What a network has yet to read of a request: what it has seen of its places from `start` on."""
 
     start: int
-    rows: Tensor  # (N, D)
+    rows: Tensor  # (N, I)
 
     @property
     def end(self) -> int:
@@ -122,36 +122,43 @@ class Follower:
     """
 
     is_free, sure = False, SURE
-    MOST_UNREAD = 32  # rows; more are read at once, whether drafts are wanted or not
+    MOST_KEPT = 64  # rows of decoded tokens, while no drafts are wanted; older ones it never reads, and may draft worse
 
-    def __init__(self, network: Network, model: Model, cache: Cache, shape: TreeShape | None = None,
-                 manner: Manner = Manner()):
-        self.network, self.model, self.cache, self.shape, self.manner = network, model, cache, shape, manner
+    def __init__(self, network: Network, model: Model, shape: TreeShape | None = None, manner: Manner = Manner()):
+        self.network, self.model, self.shape, self.manner = network, model, shape, manner
         self.name, self.taps = network.name, network.taps
-        self.capacity = min(model.context, cache.capacity)
         self.most_opened = shape.width * (shape.depth - 1) if shape else 0
-        config = network.config
+        self.trails: dict[Request, Trail] = {}
+
+    def bind(self, cache: Cache) -> None:
+        self.cache, self.trails = cache, {}
+        self.capacity = min(self.model.context, cache.capacity)
+        config = self.network.config
         # Pages of a group that keeps all tokens, if there is one.
         group = next((i for i, group in enumerate(cache.groups) if not group.window), 0)
         num_pages, dtype = cache.groups[group].pool.num_pages, cache.layers[0].k.dtype
-        self.kv = model.ops.new_kv(num_pages, cache.page_size, config.kv_heads, config.head_dim, config.head_dim, dtype,
-                                   model.device, group)
+        self.kv = self.model.ops.new_kv(num_pages, cache.page_size, config.kv_heads, config.head_dim, config.head_dim,
+                                        dtype, self.model.device, group)
         for memory in (self.kv.k, self.kv.v):
             memory.zero_()  # what was not written is read in rare cases, and should not tell one run from the next
-        self.trails: dict[Request, Trail] = {}
 
     @torch.inference_mode()
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
-        f_TD = self.network.features(h_TD, taps)
-        for (request, start, end), f_ND in zip(spans, f_TD.split([end - start for _, start, end in spans])):
+        rows = self.network.seen(h_TD, taps).split([end - start for _, start, end in spans])
+        prompts = []
+        for (request, start, end), x_NI in zip(spans, rows):
             trail = self.trails.get(request)
             if trail is None or trail.end != start:  # new, or begun again after a preemption
-                self.trails[request] = Trail(start, f_ND)
+                trail = self.trails[request] = Trail(start, x_NI)
             else:
-                trail.rows = torch.cat((trail.rows, f_ND))
-        unread = [(request, min(self.trails[request].end, len(request.tokens) - 1)) for request, _, _ in spans]
-        self._read([(request, end) for request, end in unread
-                    if end - self.trails[request].start >= self.MOST_UNREAD])
+                trail.rows = torch.cat((trail.rows, x_NI))
+            last = min(end, len(request.tokens) - 1)  # the token after it is known
+            if start < request.num_prompt and last > trail.start:
+                prompts.append((request, last))
+            elif (num_dropped := len(trail.rows) - self.MOST_KEPT) > 0:
+                trail.start, trail.rows = trail.start + num_dropped, trail.rows[num_dropped:]
+        if prompts:
+            self._read(prompts)
 
     def forget(self, request: Request) -> None:
         self.trails.pop(request, None)
@@ -162,8 +169,7 @@ class Follower:
                   if limit > 0 and self._is_ready(request, limit)]
         if not chains:
             return [NO_DRAFT] * len(requests)
-        last_LD = [self.trails[chain.request].rows[-1] for chain in chains]
-        g_LD = self._read([(chain.request, len(chain.request.tokens) - 1) for chain in chains])
+        last_LD, g_LD = self._read([(chain.request, len(chain.request.tokens) - 1) for chain in chains])
         if self.shape is None:
             self._draft_chains(chains, g_LD)
             drafts = {chain.request: chain.draft for chain in chains}
@@ -184,18 +190,18 @@ class Follower:
         self.cache.reach(request.lease, num_tokens - 1, end)
         return True
 
-    def _read(self, ends: Sequence[tuple[Request, int]]) -> Tensor | None:
-        """Reads requests from the model's rows as far as place `end` of each: the network's last rows g_LD."""
-        if not ends:
-            return None
+    def _read(self, ends: Sequence[tuple[Request, int]]) -> tuple[Tensor, Tensor]:
+        """Reads requests from the model's rows as far as place `end` of each: of each the last features, and the
+        network's last row."""
         trails = [self.trails[request] for request, _ in ends]
         counts = [end - trail.start for trail, (_, end) in zip(trails, ends)]
         tokens = [request.tokens[trail.start + 1 : end + 1] for trail, (request, end) in zip(trails, ends)]
-        f_TD = torch.cat([trail.rows[:count] for trail, count in zip(trails, counts)])
+        f_TD = self.network.features(torch.cat([trail.rows[:count] for trail, count in zip(trails, counts)]))
         g_TD = self._forward([request for request, _ in ends], tokens, [trail.start for trail in trails], f_TD)
         for trail, count in zip(trails, counts):
             trail.start, trail.rows = trail.start + count, trail.rows[count:].clone()
-        return g_TD[torch.tensor(list(accumulate(counts))) - 1]
+        row_L = torch.tensor(list(accumulate(counts))) - 1
+        return f_TD[row_L], g_TD[row_L]
 
     def _forward(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], pasts: Sequence[int], f_TD: Tensor,
                  parents: Sequence[Sequence[int] | None] = ()) -> Tensor:
@@ -247,6 +253,9 @@ class Medusa:
                  manner: Manner = Manner()):
         self.heads, self.model, self.shape, self.manner = heads, model, shape, manner
         self.rows: dict[Request, Tensor] = {}
+
+    def bind(self, cache: Cache) -> None:
+        self.rows = {}
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         ends = accumulate(end - start for _, start, end in spans)

@@ -415,7 +415,7 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
     if method in ("eagle", "mtp"):
         network = (heads.open_eagle(folder, model, as_stored) if method == "eagle"
                    else heads.open_mtp(checkpoint, model, as_stored))
-        return Follower(network, model, engine.cache, shape, manner)
+        return Follower(network, model, shape, manner)
     return Ngram() if method == "ngram" else None
 
 

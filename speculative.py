@@ -39,6 +39,9 @@ class Drafter(Protocol):
     is_free: bool  # whether to propose costs nothing beside a step: then what is not computed is proposed all the same
     taps: tuple[int, ...] | None  # None: it needs no hidden rows. Else layers whose inputs it needs besides
 
+    def bind(self, cache: Cache) -> None:
+        """Only if it needs hidden rows: from now on they are of an engine with this cache, which is still empty."""
+
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         """Only if it needs hidden rows: h_TD holds those of the tokens that were computed in this step and stand, for
         each request (start, end) its places start to end, one request after the other; `taps` the inputs of layers

@@ -131,7 +131,7 @@ def test_eagle_3(model, tmp_path, adds_normed, draft_vocab):
     network, tensors = open_eagle(folder, model, model.dtype), eagle_tensors(CONFIG, 3, draft_vocab=draft_vocab)
     assert isinstance(network, Eagle3) and network.taps == (2, 4, 5)
     taps = [torch.randn(4, D, dtype=torch.float64) for _ in range(3)]
-    features = network.features(None, [tap.to(model.dtype) for tap in taps])
+    features = network.features(network.seen(None, [tap.to(model.dtype) for tap in taps]))
     near(features, torch.cat(taps, -1) @ tensors["fc.weight"].double().T, model)
     expected = eagle_3(EMBEDDING, FEATURES, tensors, adds_normed)
     for chunks in ((21,), (5, 1, 1, 14)):

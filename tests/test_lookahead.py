@@ -25,6 +25,8 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.9, top_p=0.9, seed=3, repetition_penalty=1.2,
                          frequency_penalty=0.3, min_tokens=4, logprobs=1)
 METHODS = ("eagle1", "eagle3", "mtp", "medusa")
+SLOW = pytest.mark.slow
+SOME_METHODS = [pytest.param(method, marks=SLOW if method in ("eagle1", "mtp") else ()) for method in METHODS]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def engine_with(model, network, shape=None, **config):
     is_coupled = engine.config.verify == "coupled"
     manner = Manner(is_coupled, keeps_probs=not is_coupled)
     drafter = (Medusa(network, model, shape, manner) if isinstance(network, list)
-               else Follower(network, model, engine.cache, shape, manner))
+               else Follower(network, model, shape, manner))
     drafter.sure = 0
     engine.draft_with(drafter)
     return engine
@@ -109,7 +111,8 @@ class Anew:
         cache.grow(lease, len(tokens))
         taps = () if isinstance(self.network, list) else self.network.taps
         h_TD, taps = self.model.forward(Batch.pack(cache, [lease.row], [tokens], [0], (), taps=taps), cache)
-        return h_TD if isinstance(self.network, list) else self.network.features(h_TD, taps)
+        return h_TD if isinstance(self.network, list) else self.network.features(
+            self.network.seen(h_TD, taps)).clone()
 
     def after(self, tokens, f_TD):
         """The network's row after each of `tokens[1:]`, joined with f_TD."""
@@ -172,12 +175,12 @@ def watched(engine, check, answers=None):
     return seen
 
 
-CONFIGS = [{"draft_tokens": 3}, {"draft_tokens": 2, "max_step_tokens": 12},
-           {"draft_tokens": 3, "num_pages": 14, "max_requests": 3, "max_step_tokens": 20}]
+CONFIGS = [pytest.param({"draft_tokens": 3}, marks=SLOW), {"draft_tokens": 2, "max_step_tokens": 12},
+           pytest.param({"draft_tokens": 3, "num_pages": 14, "max_requests": 3, "max_step_tokens": 20}, marks=SLOW)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SOME_METHODS)
 def test_drafts_are_those_of_a_drafter_that_forgets(loaded, plain, method, config):
     """However the prompts were cut, whatever was preempted: rows of tokens that stand are the model's own. Without a
     prefix cache, whose pages may end with what followed another text."""
@@ -194,7 +197,7 @@ def test_drafts_are_those_of_a_drafter_that_forgets(loaded, plain, method, confi
     assert bool(engine.stats.preemptions) == ("num_pages" in config)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SOME_METHODS)
 def test_trees_are_those_of_a_drafter_that_forgets(loaded, method):
     model, heads = loaded
     shape = TreeShape(3, 3)
@@ -279,14 +282,15 @@ def test_right_heads_bring_all_their_tokens(cyclic, tmp_path, method, shape):
 # ---- tokens
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [None, TreeShape(3, 3), TreeShape(8, 2)], ids=["chain", "3x3", "8x2"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=SLOW), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [None, TreeShape(3, 3), pytest.param(TreeShape(8, 2), marks=SLOW)],
+                         ids=["chain", "3x3", "8x2"])
+@pytest.mark.parametrize("method", SOME_METHODS)
 @pytest.mark.parametrize("config", [
-    {"draft_tokens": 8}, *(pytest.param(config, marks=pytest.mark.slow) for config in (
+    {"draft_tokens": 8}, *(pytest.param(config, marks=SLOW) for config in (
         {"draft_tokens": 1}, {"draft_tokens": 5, "max_step_tokens": 7},
         {"draft_tokens": 5, "num_pages": 14, "max_requests": 3}))], ids=str)
-@pytest.mark.parametrize("ops", ["kernels", pytest.param("native", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ops", ["kernels", pytest.param("native", marks=SLOW)])
 def test_drafts_change_no_token(request, ops, method, shape, params, config):
     """Natively not a bit of a logit either."""
     suffix = "" if ops == "kernels" else "_native"
@@ -302,7 +306,7 @@ def test_drafts_change_no_token(request, ops, method, shape, params, config):
     assert not (drafter.rows if method == "medusa" else drafter.trails)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("method, verify", [("eagle1", "block"), ("eagle3", "rejection"), ("mtp", "block"),
                                             ("medusa", "rejection")])
 def test_drafts_that_are_drawn_come_with_their_distribution(loaded, method, verify):
