@@ -301,7 +301,8 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
     Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token at positions[r] + j, given that
     its first j drafts stand. Penalties count these drafts; the samplers stay as they are. Rows of different requests do
     not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not finite, or
-    has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` it is.
+    has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` and
+    `distribution` these are.
 
     coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
     rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
@@ -321,19 +322,19 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
             num_kept = sum(accumulate((id == drawn for id, drawn in zip(draft.ids, ids)), min))
             last = ids[num_kept]
         else:
-            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r])
+            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r], ops)
         answers.append([_with_logprobs(id, rows_LV[j], params) if id >= 0 else None
                         for j, id in enumerate((*draft.ids[:num_kept], last))])
     return answers
 
 
 def _judged(method: str, rows_LV: Tensor, rules: Sequence[kernels.DrawRules], ids: Sequence[int], draft: Draft,
-            seed: int, position: int) -> tuple[int, int]:
+            seed: int, position: int, ops) -> tuple[int, int]:
     """How many of one request's drafts stand, and the id that follows. `ids` are what `draw` draws from its rows."""
     K = ids.index(-1) if -1 in ids else len(draft.ids)  # a row that has no distribution ends the draft
     if K == 0:
         return 0, ids[0]
-    p_KV = kernels.distribution(rows_LV[:K], rules[:K])
+    p_KV = ops.distribution(rows_LV[:K], rules[:K])
     draft_K = torch.tensor(draft.ids[:K])
     q_KV = F.one_hot(draft_K, p_KV.shape[1]).double() if draft.probs_KV is None else draft.probs_KV[:K]
     chance_K, weight_K = ODDS[method](p_KV, q_KV, draft_K)

@@ -360,7 +360,7 @@ class DraftModel:
             seed, start, j = request.params.seed, len(request.tokens), len(ids[request])
             keys.append(noise_key(seed, start + j, "draw") if self.is_coupled else draft_key(seed, start, j))
         if not self.is_coupled:
-            for request, p_V in zip(requests, kernels.distribution(logits_LV, rules)):
+            for request, p_V in zip(requests, self.model.ops.distribution(logits_LV, rules)):
                 probs[request].append(p_V)
         drawn_L = self.model.ops.draw(logits_LV, rules, keys)
         for request, id in zip(requests, drawn_L.tolist()):
