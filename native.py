@@ -105,7 +105,8 @@ class Native:
         self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
         self.copy = module.copy
         self.linear, self.linear_add_ = module.linear, module.linear_add_
-        self.draw, self.set_threads, self.set_isa = module.draw, module.set_threads, module.set_isa
+        self.draw, self.distribution = module.draw, module.distribution
+        self.set_threads, self.set_isa = module.set_threads, module.set_isa
         self.new_recorder = lambda: partial(module.Recording, module.Buffers())
 
     def pack(self, tensors: Sequence[tuple[str, tuple[int, int], Tensor]]):

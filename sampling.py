@@ -365,7 +365,7 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
     Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token after draft j (0: the token at
     positions[r]), given that it stands. Penalties count these drafts; the samplers stay as they are. Rows of different
     requests do not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not
-    finite, or has every token banned. `ops` are the operations in use, kernels or a native.Native, whose `draw` it is.
+    finite, or has every token banned. `ops` are the operations in use, kernels or a native.Native.
 
     coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
     rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
@@ -389,7 +389,7 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
         if method == "coupled" or params.temperature == 0 or draft.parents is not None:
             kept = [(row, ids[row]) for row in draft.path(ids.__getitem__)]
         else:
-            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r])
+            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r], ops)
             kept = list(enumerate((*draft.ids[:num_kept], last)))
         answers.append([_drawn(id, rows_LV[row], params) if id >= 0 else None for row, id in kept])
     return answers
@@ -402,7 +402,7 @@ def chances(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampl
     from q (Leviathan et al. 2023, theorem 3.5), and p of those that are taken as certain."""
     found = []
     for rows_LV, draft, sampler in zip(logits_LV.split([len(draft.ids) + 1 for draft in drafts]), drafts, samplers):
-        p_LV = kernels.distribution(rows_LV, sampler.rules_along(draft))
+        p_LV = ops.distribution(rows_LV, sampler.rules_along(draft))
         of_row = [math.nan] * len(rows_LV)
         for j, (id, (row, _)) in enumerate(zip(draft.ids, draft.rows)):
             chance = p_LV[row, id] if draft.probs_KV is None else torch.minimum(p_LV[row], draft.probs_KV[j]).sum()
@@ -412,12 +412,12 @@ def chances(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampl
 
 
 def _judged(method: str, rows_LV: Tensor, rules: Sequence[kernels.DrawRules], ids: Sequence[int], draft: Draft,
-            seed: int, position: int) -> tuple[int, int]:
+            seed: int, position: int, ops) -> tuple[int, int]:
     """How many of one request's drafts stand, and the id that follows. `ids` are what `draw` draws from its rows."""
     K = ids.index(-1) if -1 in ids else len(draft.ids)  # a row that has no distribution ends the draft
     if K == 0:
         return 0, ids[0]
-    p_KV = kernels.distribution(rows_LV[:K], rules[:K])
+    p_KV = ops.distribution(rows_LV[:K], rules[:K])
     draft_K = torch.tensor(draft.ids[:K])
     q_KV = F.one_hot(draft_K, p_KV.shape[1]).double() if draft.probs_KV is None else draft.probs_KV[:K]
     chance_K, weight_K = ODDS[method](p_KV, q_KV, draft_K)

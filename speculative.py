@@ -290,7 +290,7 @@ def grow(chains: Sequence[Chain], logits_LV: Tensor, ops, manner: Manner, sure: 
         keys.append(noise_key(seed, start + j, "draw") if manner.is_coupled else draft_key(seed, start, j))
     drawn_L = ops.draw(logits_LV, rules, keys)
     chance_L = torch.log_softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None])[:, 0].exp()
-    probs_LV = kernels.distribution(logits_LV, rules) if manner.keeps_probs else [None] * len(chains)
+    probs_LV = ops.distribution(logits_LV, rules) if manner.keeps_probs else [None] * len(chains)
     going = []
     for i, (chain, id, chance, p_V) in enumerate(zip(chains, drawn_L.tolist(), chance_L.tolist(), probs_LV)):
         if id < 0:  # a row with nothing to draw from

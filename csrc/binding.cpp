@@ -236,15 +236,29 @@ DrawRules draw_rules(const py::handle& given, uint64_t key) {
     return rules;
 }
 
-Tensor draw(const Tensor& x_LV, const std::vector<py::object>& rules, const std::vector<uint64_t>& keys) {
+std::vector<DrawRules> rules_of_rows(const Tensor& x_LV, const std::vector<py::object>& rules,
+                                     const std::vector<uint64_t>& keys) {
     expect(x_LV.dim() == 2, "x_LV must have a row for each token");
     const bool complete = int64_t(rules.size()) == x_LV.size(0) && rules.size() == keys.size();
     expect(complete, "each row needs its rules and its key");
     std::vector<DrawRules> rules_L;
     for (size_t l = 0; l < rules.size(); l++) rules_L.push_back(draw_rules(rules[l], keys[l]));
+    return rules_L;
+}
+
+Tensor draw(const Tensor& x_LV, const std::vector<py::object>& rules, const std::vector<uint64_t>& keys) {
+    const std::vector<DrawRules> rules_L = rules_of_rows(x_LV, rules, keys);
     const Tensor id_L = at::empty({x_LV.size(0)}, at::kLong);
     check("draw", draw_cpu(INTS(id_L), FLOATS(x_LV), rules_L.data(), x_LV.size(0), x_LV.size(1)));
     return id_L;
+}
+
+Tensor distribution(const Tensor& x_LV, const std::vector<py::object>& rules) {
+    const std::vector<DrawRules> rules_L = rules_of_rows(x_LV, rules, std::vector<uint64_t>(rules.size()));
+    const Tensor p_LV = fresh({x_LV.size(0), 2 * x_LV.size(1)}).view(at::kDouble);
+    check("distribution", distribution_cpu(data<double>(p_LV, "p_LV"), FLOATS(x_LV), rules_L.data(), x_LV.size(0),
+                                           x_LV.size(1)));
+    return p_LV;
 }
 
 // Attention -----------------------------------------------------------------------------------------------------------
@@ -353,6 +367,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("silu_mul", &silu_mul);
     m.def("copy", &copy);
     m.def("draw", &draw);
+    m.def("distribution", &distribution);
     m.def("rope_angles", &rope_angles);
     m.def("rope_store_", &rope_store);
     m.def("move_kv_", &move_kv);

@@ -94,6 +94,10 @@ struct DrawRules {
 // id_L may hold anything.
 int draw_cpu(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, int64_t L, int64_t V);
 
+// The probabilities of what draw_cpu draws from, whatever the key: 0 elsewhere, and in all the row where it gives -1.
+// After NO_MEMORY p_LV may hold anything.
+int distribution_cpu(double* p_LV, const float* x_LV, const DrawRules* rules_L, int64_t L, int64_t V);
+
 // Attention -----------------------------------------------------------------------------------------------------------
 
 // A layer's k_cache and v_cache hold num_pages pages of G heads, each with room for this many bytes; cpu/kv.h has the

@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -448,6 +449,15 @@ Rules rules_of(Random& random, int64_t V) {
     return all;
 }
 
+// A row's probabilities: they sum to 1, the id that was drawn has one, and the row has the same alone.
+void expect_distribution(const double* p_V, const float* x_V, const DrawRules& rules, int64_t V, int64_t id) {
+    const double sum = std::accumulate(p_V, p_V + V, 0.);
+    CHECK(id < 0 ? std::count(p_V, p_V + V, 0.) == V : p_V[id] > 0 && std::abs(sum - 1) < 1e-12);
+    CHECK(*std::min_element(p_V, p_V + V) >= 0 && std::count(p_V + rules.vocab, p_V + V, 0.) == V - rules.vocab);
+    Buffer<double> alone_V(V);
+    CHECK(distribution_cpu(alone_V, x_V, &rules, 1, V) == OK && std::equal(p_V, p_V + V, alone_V.begin()));
+}
+
 // Whatever the rules: an id that they allow, the same alone, with any threads and all instructions.
 void draw_case(Random& random) {
     const int64_t V = any_width(random), L = random.from(1, V > 1000 ? 6 : 30), bad = random.from(0, L - 1);
@@ -461,6 +471,7 @@ void draw_case(Random& random) {
         rules_L.push_back(kept.back().rules);
     }
     Ints plain_L;
+    Buffer<double> plain_LV;
     each_isa([&](int64_t level) {
         any_threads(random);
         Ints id_L(L);
@@ -472,12 +483,18 @@ void draw_case(Random& random) {
             int64_t id;
             CHECK(draw_cpu(&id, x_LV + l * V, &rules_L[l], 1, V) == OK && id == id_L[l]);
         }
-        if (level == 0) plain_L = copy(id_L);
+        Buffer<double> p_LV(L * V);
+        CHECK(distribution_cpu(p_LV, x_LV, rules_L.data(), L, V) == OK);
+        for (int64_t l = 0; l < L; l++) expect_distribution(p_LV + l * V, x_LV + l * V, rules_L[l], V, id_L[l]);
+        if (level == 0) plain_L = copy(id_L), plain_LV = copy(p_LV);
         CHECK(std::equal(id_L.begin(), id_L.end(), plain_L.begin()));
+        CHECK(std::equal(p_LV.begin(), p_LV.end(), plain_LV.begin()));
         float& number = x_LV[bad * V + random.from(0, V - 1)];
         const float before = number;
         number = random.one_of(NOT_FINITE);
         CHECK(draw_cpu(id_L, x_LV, rules_L.data(), L, V) == OK && id_L[bad] == -1);
+        CHECK(distribution_cpu(p_LV, x_LV, rules_L.data(), L, V) == OK);
+        CHECK(std::count(p_LV + bad * V, p_LV + (bad + 1) * V, 0.) == V);
         number = before;
     });
     const int64_t bias_ids[] = {-1, kept[bad].rules.vocab, INT64_MIN, INT64_MAX};
@@ -485,6 +502,7 @@ void draw_case(Random& random) {
     for (const int64_t& bias_id : bias_ids) {
         rules_L[bad].bias_ids = &bias_id, rules_L[bad].biases = &bias, rules_L[bad].num_biases = 1;
         CHECK(draw_cpu(plain_L, x_LV, rules_L.data(), L, V) == BAD_INDEX);
+        CHECK(distribution_cpu(plain_LV, x_LV, rules_L.data(), L, V) == BAD_INDEX);
     }
 }
 
@@ -896,6 +914,8 @@ void refuse_rows(Random&) {
         CHECK(rms_norm_cpu(null, null, null, T, 9, 0) == status);
         CHECK(silu_mul_cpu(null, null, T, 9) == status);
         CHECK(argmax_cpu(null, null, T, 9) == status && draw_cpu(null, null, null, T, 9) == status);
+        CHECK(distribution_cpu(null, null, null, T, 9) == status);
+        CHECK(move_kv_cpu(null, null, null, null, T, 2, 8, 16, 3, BF16) == status);
         CHECK(rope_angles_cpu(null, null, null, null, T, 4, 1) == status);
         CHECK(rope_cpu(null, null, null, null, T, 2, 8, 4) == status);
         CHECK(store_kv_cpu(null, null, null, null, null, T, 2, 8, 16, 3, BF16) == status);
@@ -912,6 +932,7 @@ void refuse_rows(Random&) {
         DrawRules rules = {};
         rules.vocab = vocab;
         CHECK(draw_cpu(null, null, &rules, 1, vocab == 10 ? 9 : int64_t(1) << 40) == BAD_SIZE);
+        CHECK(distribution_cpu(null, null, &rules, 1, vocab == 10 ? 9 : int64_t(1) << 40) == BAD_SIZE);
     }
     CHECK(rope_cpu(null, null, null, null, 1, 1, 8, 5) == BAD_SIZE);
     CHECK(rope_cpu(null, null, null, null, 1, 1, 8, -1) == BAD_SIZE);

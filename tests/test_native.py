@@ -57,7 +57,7 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
 def test_operations_have_the_signatures_of_the_reference(native_ops):
     public = [name for name, value in vars(kernels).items() if inspect.isfunction(value) and not name.startswith("_")]
     served = [name for name in public if hasattr(native_ops, name)]
-    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "draw", "rope_angles",
+    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "draw", "distribution", "rope_angles",
             "rope_store_", "move_kv_", "attention", "new_kv"} <= set(served)
     for name in ("rope_angles", "rope_store_", "move_kv_", "attention", "new_kv"):
         assert list(inspect.signature(getattr(native_ops, name)).parameters) == list(

@@ -261,19 +261,35 @@ def test_rows_do_not_see_each_other(seed, order):
 # ---- the native draw
 
 
-def native_ids(native_ops, logits_LV, rules, keys):
-    """What it draws, by every set of instructions that this CPU has."""
+def by_all_instructions(native_ops, call):
+    """What `call` gives with every set of instructions that this CPU has: the same bits."""
     from instructions import BEST, LEVELS
 
-    ids = []
+    results = []
     try:
         for level in LEVELS:
             native_ops.set_isa(level)
-            ids.append(native_ops.draw(logits_LV, rules, keys).tolist())
+            results.append(call())
     finally:
         native_ops.set_isa(BEST)
-    assert all(other == ids[0] for other in ids)
-    return ids[0]
+    assert all(torch.equal(other, results[0]) for other in results)
+    return results[0]
+
+
+def native_ids(native_ops, logits_LV, rules, keys):
+    """What it draws."""
+    return by_all_instructions(native_ops, lambda: native_ops.draw(logits_LV, rules, keys)).tolist()
+
+
+def assert_native_distribution(native_ops, logits_LV, rules):
+    """It is the reference's as far as doubles go, over just the ids that the reference draws from."""
+    ours_LV = by_all_instructions(native_ops, lambda: native_ops.distribution(logits_LV, rules))
+    p_LV = kernels.distribution(logits_LV, rules)
+    assert ours_LV.dtype == torch.float64 and torch.allclose(ours_LV, p_LV, rtol=1e-12, atol=1e-300)
+    assert torch.equal(ours_LV > 1e-300, p_LV > 1e-300)
+    assert ((ours_LV.sum(-1) - (p_LV > 0).any(-1).double()).abs() < 1e-12).all()
+    for l in range(len(rules)):
+        assert torch.equal(native_ops.distribution(logits_LV[l : l + 1], rules[l : l + 1])[0], ours_LV[l])
 
 
 @st.composite
@@ -326,6 +342,13 @@ def test_native_draws_are_those_of_the_reference(native_ops, data, V, L):
     assert native_ids(native_ops, logits_LV, rules, keys) == kernels.draw(logits_LV, rules, keys).tolist()
 
 
+@settings(max_examples=100)
+@given(st.data(), st.sampled_from([1, 2, 7, 33, 600, 3000]), st.integers(1, 4))
+def test_native_distributions_are_those_of_the_reference(native_ops, data, V, L):
+    logits_LV = torch.stack([data.draw(rows_of_logits(V)) for _ in range(L)])
+    assert_native_distribution(native_ops, logits_LV, [data.draw(rules_of_all_kinds(V)) for _ in range(L)])
+
+
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 2, 1e4])
 def test_native_draws_from_a_whole_vocabulary_are_those_of_the_reference(native_ops, temperature):
     """Rows large enough for every shortcut: nuclei of a few ids and of nearly all."""
@@ -336,6 +359,7 @@ def test_native_draws_from_a_whole_vocabulary_are_those_of_the_reference(native_
     for first_key in range(0, 30, 10):
         keys = [noise_key(first_key, l, "draw") for l in range(len(rules))]
         assert native_ids(native_ops, logits_LV, rules, keys) == kernels.draw(logits_LV, rules, keys).tolist()
+    assert_native_distribution(native_ops, logits_LV, rules)
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.2},
@@ -364,6 +388,10 @@ def test_the_native_draw_refuses_what_it_cannot_serve(native_ops):
                            (DrawRules(4, bias_ids=torch.tensor([1, 2]), biases=one), "biases")):
         with pytest.raises(ValueError, match=message):
             native_ops.draw(x_LV, [rules], [0])
+        with pytest.raises(ValueError, match=message):
+            native_ops.distribution(x_LV, [rules])
+    with pytest.raises(ValueError, match="its rules"):
+        native_ops.distribution(x_LV, [])
     with pytest.raises(ValueError, match="its key"):
         native_ops.draw(x_LV, [DrawRules(4)], [])
 

@@ -184,8 +184,8 @@ def test_tokens_with_ngram_drafts_are_those_without(fields):
         return drafter.propose([requests[r]], [round % 6])[0]
 
     class Model:
-        def rows(self, tokens, ids):
-            return [model([*tokens, *ids[:j]]) for j in range(len(ids) + 1)]
+        def rows_of(self, tokens, draft):
+            return [model([*tokens, *draft.ids[:j]]) for j in range(len(draft.ids) + 1)]
 
     assert decode_with_drafts(Model(), prompts, samplers(), 30, draft) == plain
     assert len(rounds) < 0.8 * 50 * 30

@@ -484,21 +484,6 @@ def drafted(seed, start, q, K):
     return Draft(ids, torch.stack(probs))
 
 
-@pytest.fixture
-def remembered_distributions(monkeypatch):
-    """Each row's is computed once: the few rows of a tiny model come thousands of times, by rules that differ in what
-    penalties count alone."""
-    known = {}
-
-    def row(x_V, rules):
-        key = tuple(None if x is None else tuple(x.tolist()) for x in (x_V, rules.seen_V, rules.count_V))
-        if key not in known:
-            known[key] = distribution(x_V[None], [rules])[0]
-        return known[key]
-
-    monkeypatch.setattr(kernels, "distribution", lambda x_LV, rules: torch.stack(list(map(row, x_LV, rules))))
-
-
 def counts_of_answers(method, target, drafter, length, num_answers, ops):
     samplers = [target.new_sampler(seed) for seed in range(num_answers)]
     answers = decode_with_drafts(target.model, [target.prompt] * num_answers, samplers, length, drafter, method, ops)
@@ -507,7 +492,7 @@ def counts_of_answers(method, target, drafter, length, num_answers, ops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, drafts", [("rejection", "certain"), ("rejection", "any"), ("block", "any")])
-def test_answers_follow_the_distribution(native_ops, remembered_distributions, method, drafts):
+def test_answers_follow_the_distribution(native_ops, method, drafts):
     """50,000 tokens in 12,500 answers of four, each with its own seed, from rounds of three and two drafts by turns."""
     target, num_answers, q = Target(3, seed=3, spread=1, **TARGETS["all"]), 12_500, DRAFTERS[drafts](2, 3)
 
@@ -521,7 +506,7 @@ def test_answers_follow_the_distribution(native_ops, remembered_distributions, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", SAMPLED)
-def test_rounds_look_at_no_number_twice(native_ops, remembered_distributions, method):
+def test_rounds_look_at_no_number_twice(native_ops, method):
     """Rounds meet positions again that earlier ones had drafts for. Where p is flat and q steep, "block" with coins or
     drafts keyed by position alone is off by a twentieth of the probability."""
     target, num_answers = Target(2, spread=0.1), 12_500
@@ -532,7 +517,7 @@ def test_rounds_look_at_no_number_twice(native_ops, remembered_distributions, me
 
 
 @pytest.mark.parametrize("method", SAMPLED)
-def test_first_tokens_follow_the_distribution(native_ops, remembered_distributions, method):
+def test_first_tokens_follow_the_distribution(native_ops, method):
     """A quick look at what the slow test looks at closely."""
     target, num_answers = Target(3, seed=3, spread=1, top_p=0.9, presence_penalty=1.0), 600
     q = any_q(2, 3)

@@ -1,4 +1,5 @@
-// draw_cpu: rows are shared out over the threads; a row draws from all its ids or from a short list of candidates.
+// draw_cpu and distribution_cpu: rows are shared out over the threads; a row draws from all its ids or from a short
+// list of candidates.
 //
 // In the order (logit descending, id ascending) each filter keeps a prefix. It is found without sorting the vocabulary:
 // a lower bound of what it keeps gathers candidates, most blocks being passed over by their greatest; a histogram over
@@ -34,6 +35,10 @@ struct Row {
 
     double scaled(int64_t i) const { return (x[i] - top) / temperature; }
     int64_t num_blocks() const { return (num + BLOCK - 1) / BLOCK; }
+    int64_t first_top() const {
+        const int64_t block = std::max_element(tops, tops + num_blocks()) - tops;
+        return std::find(x + block * BLOCK, x + num, Real(top)) - x;
+    }
 };
 
 // By ascending id.
@@ -92,8 +97,7 @@ struct Race {
 template <class Real>
 int64_t draw_from_all(const Row<Real>& row, uint64_t key) {
     Race race{key};
-    const int64_t block = std::max_element(row.tops, row.tops + row.num_blocks()) - row.tops;
-    race.enter(std::find(row.x + block * BLOCK, row.x + row.num, Real(row.top)) - row.x, 0);
+    race.enter(row.first_top(), 0);
     const double factor = 1 / row.temperature;
     for (int64_t i = 0; i < row.num; i += BLOCK) {
         i = PICK(next_chance(row.x, row.tops, i, row.num, row.top, factor, key, race.best));
@@ -203,6 +207,7 @@ int64_t weigh(Candidates& c) {
 }
 
 bool has_top_k(const DrawRules& rules) { return rules.top_k > 0 && rules.top_k < rules.vocab; }
+bool has_filters(const DrawRules& rules) { return has_top_k(rules) || rules.top_p < 1 || rules.min_p > 0; }
 
 // What min-p and top-k, of which there is at least one, leave.
 template <class Real>
@@ -226,8 +231,9 @@ void keep_nucleus(Candidates& c, const Row<Real>& row, double top_p) {
     keep_prefix(c, needed, row.temperature);
 }
 
+// What the filters, of which there is at least one, leave.
 template <class Real>
-int64_t draw_filtered(const Row<Real>& row, const DrawRules& rules, double* memory) {
+Candidates filter(const Row<Real>& row, const DrawRules& rules, double* memory) {
     Candidates c;
     c.scaled = memory;
     c.weight = (int64_t*)(c.scaled + row.num);
@@ -239,7 +245,7 @@ int64_t draw_filtered(const Row<Real>& row, const DrawRules& rules, double* memo
     } else {
         keep_nucleus(c, row, rules.top_p);
     }
-    return draw_from(c, rules.key);
+    return c;
 }
 
 // Rows ----------------------------------------------------------------------------------------------------------------
@@ -268,22 +274,40 @@ bool adjust(double* x, const float* logits, const DrawRules& rules) {
     return good;
 }
 
-// The id; -1 if nothing finite is left to draw from. `memory` is what the row itself left of its own.
-template <class Real>
-int64_t draw_row(const Real* x, const DrawRules& rules, double* memory) {
+// Calls use(row, the memory that it leaves), unless nothing finite is left to draw from.
+template <class Real, class Use>
+void use_row(const Real* x, const DrawRules& rules, double* memory, Use use) {
     Row<Real> row{x, rules.vocab, memory, 0, rules.temperature};
     PICK(block_tops(row.tops, row.x, row.num));
-    const double* const block = std::max_element(row.tops, row.tops + row.num_blocks());
-    row.top = *block;
-    if (row.top == -INFINITY) return -1;
-    if (rules.temperature == 0) return std::find(x + (block - row.tops) * BLOCK, x + row.num, Real(row.top)) - x;
-    const bool has_filters = has_top_k(rules) || rules.top_p < 1 || rules.min_p > 0;
-    return has_filters ? draw_filtered(row, rules, memory + row.num_blocks()) : draw_from_all(row, rules.key);
+    row.top = *std::max_element(row.tops, row.tops + row.num_blocks());
+    if (row.top > -INFINITY) use(row, memory + row.num_blocks());
 }
 
-int64_t draw(const float* logits, const DrawRules& rules, double* memory) {
-    if (leave_logits_alone(rules)) return draw_row(logits, rules, memory);
-    return adjust(memory, logits, rules) ? draw_row(memory, rules, memory + rules.vocab) : -1;
+template <class Use>
+void use_adjusted(const float* logits, const DrawRules& rules, double* memory, Use use) {
+    if (leave_logits_alone(rules)) return use_row(logits, rules, memory, use);
+    if (adjust(memory, logits, rules)) use_row(memory, rules, memory + rules.vocab, use);
+}
+
+template <class Real>
+int64_t draw_row(const Row<Real>& row, const DrawRules& rules, double* memory) {
+    if (rules.temperature == 0) return row.first_top();
+    return has_filters(rules) ? draw_from(filter(row, rules, memory), rules.key) : draw_from_all(row, rules.key);
+}
+
+// Probabilities into p_V, which holds zeros.
+template <class Real>
+void weigh_row(double* p_V, const Row<Real>& row, const DrawRules& rules, double* memory) {
+    if (rules.temperature == 0) {
+        p_V[row.first_top()] = 1;
+    } else if (has_filters(rules)) {
+        const Candidates c = filter(row, rules, memory);
+        const double total = PICK(masses(c.scaled, c.scaled, c.num, 0, 1));
+        for (int64_t i = 0; i < c.num; i++) p_V[c.id[i]] = c.scaled[i] / total;
+    } else {
+        const double total = PICK(masses(p_V, row.x, row.num, row.top, row.temperature));
+        for (int64_t i = 0; i < row.num; i++) p_V[i] /= total;
+    }
 }
 
 int check(const DrawRules* rules_L, int64_t L, int64_t V) {
@@ -310,8 +334,30 @@ int draw_cpu(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, int64_t
         const bool is_plain_argmax = rules.temperature == 0 && leave_logits_alone(rules) && id_L[l] < rules.vocab;
         if (id_L[l] < 0 || is_plain_argmax) return;
         double* const memory = (double*)workspace(ATTENTION, rules.vocab * BYTES_PER_ID);
-        if (memory) id_L[l] = draw(x_LV + l * V, rules, memory);
-        else no_memory = true;
+        id_L[l] = -1;
+        if (!memory) no_memory = true;
+        else use_adjusted(x_LV + l * V, rules, memory, [&](const auto& row, double* rest) {
+            id_L[l] = draw_row(row, rules, rest);
+        });
+    });
+    return no_memory ? NO_MEMORY : OK;
+}
+
+int distribution_cpu(double* p_LV, const float* x_LV, const DrawRules* rules_L, int64_t L, int64_t V) {
+    if (const int status = check(rules_L, L, V)) return status;
+    if (L < 0 || V < 1) return BAD_SIZE;
+    std::atomic<bool> no_memory{false};
+    parallel(L, [&](int64_t l) {
+        const DrawRules& rules = rules_L[l];
+        double* const p_V = p_LV + l * V;
+        std::fill(p_V, p_V + V, 0);
+        int64_t best = -1;      // -1, too, where a number is not finite
+        const int status = argmax_cpu(&best, x_LV + l * V, 1, V);
+        double* const memory = (double*)workspace(ATTENTION, rules.vocab * BYTES_PER_ID);
+        if (status || !memory) no_memory = true;
+        else if (best >= 0) use_adjusted(x_LV + l * V, rules, memory, [&](const auto& row, double* rest) {
+            weigh_row(p_V, row, rules, rest);
+        });
     });
     return no_memory ? NO_MEMORY : OK;
 }
