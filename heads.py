@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import quant
 from checkpoint import Checkpoint, open_heads
 from families import ModelConfig
 from kernels import KV
 from model import Attention, Batch, FeedForward, Layer, Linear, Model, layer_shapes, rope_tables, wide
+from speculative import LOWEST
 from weights import LLAMA, Weights
 
 
@@ -78,7 +80,6 @@ class Eagle3:
     each of the two inputs, and a head of its own, usually for the most frequent tokens only."""
 
     name = "eagle"
-    LOWEST = -1e30  # a logit that leaves no chance, and is a number
 
     def __init__(self, model: Model, weights: Weights):
         ops, config, settings = model.ops, weights.checkpoint.config, weights.checkpoint.metadata
@@ -121,7 +122,7 @@ class Eagle3:
 
     def logits(self, g_LD: Tensor) -> Tensor:
         logits_LC = wide(self.head(self.model.ops.rms_norm(g_LD, self.norm_D, self.config.norm_eps)))
-        logits_LV = logits_LC.new_full((len(logits_LC), self.model.config.vocab), self.LOWEST)
+        logits_LV = logits_LC.new_full((len(logits_LC), self.model.config.vocab), LOWEST)
         logits_LV[:, self.id_C] = logits_LC
         return logits_LV
 
@@ -189,7 +190,7 @@ def without(shapes: dict[str, tuple[int, ...]], part: str) -> dict[str, tuple[in
     return {name: shape for name, shape in shapes.items() if f".{part}." not in name}
 
 
-def open_eagle(folder: str | Path, model: Model, dtype: torch.dtype | None) -> Eagle | Eagle3:
+def open_eagle(folder: str | Path, model: Model) -> Eagle | Eagle3:
     """An EAGLE head of any version, trained for the model."""
     checkpoint = open_heads(folder, model.config)
     name = "midlayer" if any(tensor.startswith("midlayer.") for tensor in checkpoint.tensors) else "layers.0"
@@ -205,20 +206,34 @@ def open_eagle(folder: str | Path, model: Model, dtype: torch.dtype | None) -> E
     has = {kind: f"{name}.{part}.bias" in checkpoint.tensors for kind, part in
            (("qkv_bias", "self_attn.q_proj"), ("o_bias", "self_attn.o_proj"), ("mlp_bias", "mlp.down_proj"))}
     checkpoint.config = replace(checkpoint.config, mtp_layers=0, **has)
-    weights = weights_of(checkpoint, model, dtype, table)
+    weights = weights_of(checkpoint, model, table)
     return (Eagle3 if weights.has("blk.0.hidden_norm.weight") else Eagle)(model, weights)
 
 
-def open_mtp(checkpoint: Checkpoint, model: Model, dtype: torch.dtype | None) -> Mtp:
+def open_mtp(checkpoint: Checkpoint, model: Model) -> Mtp:
     """The multi-token prediction layer of the model's own checkpoint; ValueError if it has none."""
     if not model.config.mtp_layers:
         raise ValueError(f"{checkpoint.path} has no layers for multi-token prediction: leave --draft mtp out, or use a "
                          "checkpoint that has them")
-    return Mtp(model, weights_of(checkpoint, model, dtype))
+    return Mtp(model, weights_of(checkpoint, model))
 
 
-def weights_of(checkpoint: Checkpoint, model: Model, dtype: torch.dtype | None, table: dict | None = None) -> Weights:
-    return Weights(checkpoint, dtype, model.device, getattr(model.ops, "pack", None), table)
+def weights_of(checkpoint: Checkpoint, model: Model, table: dict | None = None) -> Weights:
+    """In the model's type. Beside a quantized model matrices are rounded to 8 bits: a network is read for every token
+    that it drafts, and half the bytes save more than the drafts that they spoil."""
+    def pack_rounded(tensors: Sequence) -> object:
+        return model.ops.pack([rounded(*tensor) for tensor in tensors])
+
+    pack = pack_rounded if model.matrix_dtype is None else getattr(model.ops, "pack", None)
+    return Weights(checkpoint, model.matrix_dtype, model.device, pack, table)
+
+
+def rounded(format: str, shape: tuple[int, ...], raw: Tensor) -> tuple[str, tuple[int, ...], Tensor]:
+    """A matrix as `pack` takes it, in 8 bits if it has more and they serve its width."""
+    if format not in ("f32", "bf16") or shape[1] % quant.FORMATS["q8_0"].block:
+        return format, shape, raw
+    matrix = quant.dequantize(raw.flatten(), format, shape, torch.float32)
+    return "q8_0", shape, quant.quantize_q8_0(matrix)
 
 
 class MedusaHead:
@@ -234,9 +249,9 @@ class MedusaHead:
         return wide(self.output(h_LD))
 
 
-def open_medusa(folder: str | Path, model: Model, dtype: torch.dtype | None) -> list[MedusaHead]:
+def open_medusa(folder: str | Path, model: Model) -> list[MedusaHead]:
     """All Medusa heads of a file; some writers leave the names' first part out."""
-    weights = weights_of(open_heads(folder, model.config), model, dtype, {})
+    weights = weights_of(open_heads(folder, model.config), model, {})
     prefix = "medusa_head." if weights.has("medusa_head.0.0.linear.weight") else ""
     D, V, heads = model.config.hidden, model.config.vocab, []
     while not heads or weights.has(f"{prefix}{len(heads)}.0.linear.weight"):

@@ -184,7 +184,8 @@ class Model:
         weights.require(shapes)
         self.config, self.context, self.ops = config, context, ops
         self.dtype, self.device = weights.dtype, torch.device(weights.device)  # of activations
-        self.cache_dtype = weights.matrix_dtype or torch.bfloat16  # the default
+        self.matrix_dtype = weights.matrix_dtype  # None: quantized
+        self.cache_dtype = self.matrix_dtype or torch.bfloat16  # the default
         self.token_embd = Linear(ops, weights, "token_embd")
         self.layers = [Layer(ops, weights, config, layer.window, f"blk.{i}") for i, layer in enumerate(config.layers)]
         self.output_norm_D = weights.take("output_norm.weight")

@@ -145,6 +145,15 @@ def dequantize_q8_0(raw: Tensor) -> Tensor:
     return signed(q).mul_(half(d))
 
 
+def quantize_q8_0(x_OI: Tensor) -> Tensor:
+    """A float32 matrix in q8_0, as uint8 (O, bytes): in each block 127 steps are the greatest magnitude."""
+    import torch
+    x_NB = x_OI.reshape(-1, 32)
+    d_N1 = (x_NB.abs().amax(1, keepdim=True) / 127).half()
+    q_NB = (x_NB / d_N1.float()).nan_to_num(0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((d_N1.view(torch.uint8), q_NB.view(torch.uint8)), 1).view(len(x_OI), -1)
+
+
 def dequantize_q8_llama2c(raw: Tensor) -> Tensor:
     import torch
     q, d = raw.split((raw.shape[1] - 4, 4), 1)

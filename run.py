@@ -340,7 +340,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         raise UsageError(f"--context is {args.context} but the model covers {config.max_context} tokens: lower it")
     tokenizer = open_tokenizer(checkpoint, args)
     sampling_params(args, vocab=min(config.vocab, tokenizer.vocab_size))
-    draft = open_draft(args, tokenizer, config)
+    draft = open_draft(args, tokenizer)
     if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
         torch.set_num_threads(args.threads or usable_cores())
     keep_large_blocks_apart()
@@ -361,7 +361,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     return engine
 
 
-def open_draft(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> Checkpoint | None:
+def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | None:
     """The file of the draft model that --draft names, if it names one; ValueError if its tokens are others."""
     from vocab import load_tokenizer
 
@@ -373,14 +373,12 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConf
     if args.draft is None or method in ("ngram", *WITH_TREES):
         return None
     checkpoint = open_checkpoint(argparse.Namespace(**vars(args) | {"model": args.draft}))
-    theirs, sizes = load_tokenizer(checkpoint), (checkpoint.config.vocab, config.vocab)
-    if sizes[0] != sizes[1] or theirs.vocab_size != tokenizer.vocab_size:
-        raise ValueError(f"--draft {args.draft} has {theirs.vocab_size} tokens and {sizes[0]} logits but the model "
-                         f"{tokenizer.vocab_size} and {sizes[1]}: both must have the same tokens")
-    for id in range(tokenizer.vocab_size):
-        if theirs.piece(id) != tokenizer.piece(id):
-            raise ValueError(f"--draft {args.draft} has token {id} as {theirs.piece(id)!r} but the model as "
-                             f"{tokenizer.piece(id)!r}: both must have the same tokens")
+    theirs = load_tokenizer(checkpoint)
+    for id in range(max(theirs.vocab_size, tokenizer.vocab_size)):  # one may be padded further than the other
+        pieces = [by.piece(id) if id < by.vocab_size else "" for by in (theirs, tokenizer)]
+        if pieces[0] != pieces[1]:
+            raise ValueError(f"--draft {args.draft} has token {id} as {pieces[0]!r} but the model as {pieces[1]!r}: both "
+                             "must have the same tokens")
     return checkpoint
 
 
@@ -399,22 +397,21 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
     model, is_coupled = engine.model, args.verify == "coupled"
     manner = Manner(is_coupled, keeps_probs=not is_coupled or args.draft_chances)
     method, _, folder = (args.draft or "").partition(":")
-    as_stored = None if hasattr(model.ops, "pack") else model.dtype
     shape = TreeShape(*args.draft_tree) if args.draft_tree else None
     if draft is not None:
-        is_quantized = arithmetic(draft.config, args)[0] == "quantized"
+        as_stored = arithmetic(draft.config, args)[0] == "quantized" and hasattr(model.ops, "pack")
         context = min(model.context, draft.config.max_context)
 
         def load() -> Model:
-            return load_model(draft, as_stored if is_quantized else model.dtype, context=context, ops=model.ops)
+            return load_model(draft, None if as_stored else model.dtype, context=context, ops=model.ops)
 
-        return DraftModel(draft.path.name, load, engine.cache.num_pages, engine.config.page_size,
+        return DraftModel(draft.path.name, load, model.config.vocab, engine.cache.num_pages, engine.config.page_size,
                           engine.config.max_requests, manner)
     if method == "medusa":
-        return Medusa(heads.open_medusa(folder, model, as_stored), model, shape, manner)
+        return Medusa(heads.open_medusa(folder, model), model, shape, manner)
     if method in ("eagle", "mtp"):
-        network = (heads.open_eagle(folder, model, as_stored) if method == "eagle"
-                   else heads.open_mtp(checkpoint, model, as_stored))
+        network = (heads.open_eagle(folder, model) if method == "eagle"
+                   else heads.open_mtp(checkpoint, model))
         return Follower(network, model, shape, manner)
     return Ngram() if method == "ngram" else None
 

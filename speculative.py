@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, islice
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -268,6 +269,7 @@ class Chain:
         return Draft(tuple(self.ids), torch.stack(self.probs) if self.probs else None)
 
 
+LOWEST = -1e30  # a logit that leaves no chance, and is a number
 SURE = 0.5  # a draft ends with a token that its drafter finds less likely: it rarely stands, and the next costs a pass
 
 
@@ -318,14 +320,16 @@ class DraftModel:
     since it was last asked, prompts after a prefix hit in its own cache, and goes back to where its drafts fell.
 
     `load` makes the model when the first draft is wanted; `num_pages` pages of `page_size` tokens are its cache. What
-    finds no room there gets no drafts.
+    finds no room there gets no drafts. `width` is that of the logits it drafts for: of the same tokens two models may
+    have more or fewer that stand for nothing.
     """
 
     is_free, taps, sure = False, None, SURE
 
-    def __init__(self, name: str, load: Callable[[], Model], num_pages: int, page_size: int, max_requests: int,
-                 manner: Manner = Manner(), max_step_tokens: int = 512):
-        self.name, self.load, self.manner, self.max_step_tokens = name, load, manner, max_step_tokens
+    def __init__(self, name: str, load: Callable[[], Model], width: int, num_pages: int, page_size: int,
+                 max_requests: int, manner: Manner = Manner(), max_step_tokens: int = 512):
+        self.name, self.load, self.width, self.manner = name, load, width, manner
+        self.max_step_tokens = max_step_tokens
         self.sizes = {"num_pages": num_pages, "page_size": page_size, "max_leases": max_requests}
         self.readings: dict[Request, Reading] = {}
         self.model = None
@@ -396,4 +400,5 @@ class DraftModel:
                 last[request] = h_D
             sequences = [(request, tokens) for request, tokens in sequences
                          if len(self.readings[request].tokens) < len(tokens)]
-        return self.model.logits(torch.stack(list(last.values())))
+        logits_LV = self.model.logits(torch.stack(list(last.values())))
+        return F.pad(logits_LV, (0, self.width - logits_LV.shape[1]), value=LOWEST)  # by a negative number: cut

@@ -116,7 +116,7 @@ def run(network, model, chunks=(21,), **settings):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle_1(model, tmp_path, bias):
-    network = open_eagle(write_eagle(tmp_path, CONFIG, 1, bias=bias), model, model.dtype)
+    network = open_eagle(write_eagle(tmp_path, CONFIG, 1, bias=bias), model)
     assert isinstance(network, Eagle) and network.taps == ()
     expected = eagle_1(EMBEDDING, FEATURES, eagle_tensors(CONFIG, 1, bias=bias))
     for chunks in ((21,), (5, 1, 1, 14)):
@@ -128,7 +128,7 @@ def test_eagle_1(model, tmp_path, bias):
 @pytest.mark.parametrize("draft_vocab", [None, 50])
 def test_eagle_3(model, tmp_path, adds_normed, draft_vocab):
     folder = write_eagle(tmp_path, CONFIG, 3, draft_vocab=draft_vocab, norm_before_residual=adds_normed)
-    network, tensors = open_eagle(folder, model, model.dtype), eagle_tensors(CONFIG, 3, draft_vocab=draft_vocab)
+    network, tensors = open_eagle(folder, model), eagle_tensors(CONFIG, 3, draft_vocab=draft_vocab)
     assert isinstance(network, Eagle3) and network.taps == (2, 4, 5)
     taps = [torch.randn(4, D, dtype=torch.float64) for _ in range(3)]
     features = network.features(network.seen(None, [tap.to(model.dtype) for tap in taps]))
@@ -146,7 +146,7 @@ def test_eagle_3(model, tmp_path, adds_normed, draft_vocab):
 
 def test_mtp(model, folder):
     with open_checkpoint(folder) as checkpoint:
-        network = open_mtp(checkpoint, model, model.dtype)
+        network = open_mtp(checkpoint, model)
     expected = mtp(EMBEDDING, FEATURES, mtp_tensors(CONFIG))
     for chunks in ((21,), (5, 1, 1, 14)):
         near(run(network, model, chunks), expected, model)
@@ -155,7 +155,7 @@ def test_mtp(model, folder):
 
 @pytest.mark.parametrize("num_blocks, prefix", [(1, "medusa_head."), (2, "")])
 def test_medusa(model, tmp_path, num_blocks, prefix):
-    heads = open_medusa(write_medusa(tmp_path, CONFIG, 4, num_blocks, prefix=prefix), model, model.dtype)
+    heads = open_medusa(write_medusa(tmp_path, CONFIG, 4, num_blocks, prefix=prefix), model)
     tensors = medusa_tensors(CONFIG, 4, num_blocks, prefix=prefix)
     assert len(heads) == 4
     for i, head in enumerate(heads):
@@ -199,7 +199,7 @@ def test_a_head_of_another_model_is_refused(plain, tmp_path, changes, settings, 
     tensors = broken(eagle_tensors(CONFIG, 3, draft_vocab=50), **changes)
     folder = write_eagle(tmp_path / "head", CONFIG, 3, tensors=tensors, **({"draft_vocab_size": 50} | settings))
     with pytest.raises(ValueError) as error:
-        open_eagle(folder, plain, torch.float64)
+        open_eagle(folder, plain)
     assert words in str(error.value) and str(folder) in str(error.value)
 
 
@@ -211,6 +211,6 @@ def test_folders_without_heads_are_refused(plain, tmp_path):
                         (lambda folder: write_eagle(folder, CONFIG, 1), "holds 2 safetensors files")):
         make(tmp_path / "heads")
         with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
-            open_medusa(tmp_path / "heads", plain, torch.float64)
+            open_medusa(tmp_path / "heads", plain)
     with open_checkpoint(tmp_path / "plain") as checkpoint, pytest.raises(ValueError, match="no layers for multi"):
-        open_mtp(checkpoint, plain, torch.float64)
+        open_mtp(checkpoint, plain)

@@ -48,9 +48,9 @@ def load(folder, where, ops=kernels):
         dtype = torch.float64 if ops is kernels else torch.float32
         model = load_model(checkpoint, dtype, ops=ops)
         eagle3 = write_eagle(where / "3", CONFIG, 3, draft_vocab=200, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-        return model, {"eagle1": open_eagle(write_eagle(where / "1", CONFIG, 1), model, dtype),
-                       "eagle3": open_eagle(eagle3, model, dtype), "mtp": open_mtp(checkpoint, model, dtype),
-                       "medusa": open_medusa(write_medusa(where / "m", CONFIG, 8), model, dtype)}
+        return model, {"eagle1": open_eagle(write_eagle(where / "1", CONFIG, 1), model),
+                       "eagle3": open_eagle(eagle3, model), "mtp": open_mtp(checkpoint, model),
+                       "medusa": open_medusa(write_medusa(where / "m", CONFIG, 8), model)}
 
 
 @pytest.fixture(scope="module")
@@ -251,12 +251,12 @@ def right_heads(cyclic, tmp_path, method):
             ahead = ahead @ step
             tensors |= {f"medusa_head.{i}.0.linear.weight": torch.zeros(320, 320),
                         f"medusa_head.{i}.0.linear.bias": torch.zeros(320), f"medusa_head.{i}.1.weight": 9 * ahead}
-        return open_medusa(write_medusa(tmp_path, config, tensors=tensors), model, torch.float64)
+        return open_medusa(write_medusa(tmp_path, config, tensors=tensors), model)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in eagle_tensors(config, 1).items()}
     scale = (1 / 320 + c.norm_eps) ** -0.5  # of the model's hidden rows
     tensors["fc.weight"] = torch.cat((scale * torch.eye(320), torch.zeros(320, 320)) if method == "by token"
                                      else (torch.zeros(320, 320), step), 1)
-    return open_eagle(write_eagle(tmp_path, config, 1, tensors=tensors), model, torch.float64)
+    return open_eagle(write_eagle(tmp_path, config, 1, tensors=tensors), model)
 
 
 @pytest.mark.parametrize("shape", [None, TreeShape(2, 4)], ids=["chain", "tree"])

@@ -114,3 +114,14 @@ def test_llama2c_groups(group):
 def test_import_needs_no_torch():
     code = "import sys, quant; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_rounding_to_8_bits_errs_by_half_a_step_at_most():
+    size_O1 = torch.tensor([[1e-3], [1], [50], [0], [1e-9]])
+    x_OI = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)) * size_O1
+    raw = quant.quantize_q8_0(x_OI)
+    assert raw.shape == (5, 3 * 34) and raw.dtype == torch.uint8
+    back_OI = quant.dequantize(raw.flatten(), "q8_0", (5, 96), torch.float32)
+    step = x_OI.view(5, 3, 32).abs().amax(-1, keepdim=True) / 127
+    assert ((back_OI - x_OI).view(5, 3, 32).abs() <= step * (0.5 + 127 * 2**-11) + 2**-24 * 127).all()
+    assert back_OI[3].eq(0).all()

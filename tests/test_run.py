@@ -372,8 +372,23 @@ def test_drafts_that_cannot_be_are_refused(call, abc, words, expected):
     assert result.status != 0 and expected in result.err and result.out == "" and "Traceback" not in result.err
 
 
+@pytest.mark.parametrize("vocab", [300, 384])
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_draft_model_may_have_more_or_fewer_logits_without_tokens(call, tmp_path, vocab, verify):
+    """Its likeliest tokens may be those that stand for nothing: no answer has them."""
+    steps = {97: {98: 0.6, 99: 0.4}, 98: 99, 99: 97, None: 97}
+    loop = tiny.scripted(tmp_path / "loop", steps)
+    other = tiny.scripted(tmp_path / "other", steps | {98: {vocab - 1: 0.9, 99: 0.1}}, vocab=vocab)
+    words = ("--json", "-m", loop, "-p", "x", "--raw", "-n", 60, "-t", 1, "-s", 3)
+    [plain] = call(*words).lines
+    [fields] = call(*words, "--draft", other, "--verify", verify).lines
+    assert max(fields["token_ids"]) < 100 and fields["draft"]["accepted"] > 0
+    assert fields["token_ids"] == plain["token_ids"] or verify == "rejection"
+
+
 def test_a_draft_model_of_other_tokens_is_refused(call, abc, tmp_path):
-    other = tiny.scripted(tmp_path / "other", {None: ord("a")}, vocab=330)
+    other = tiny.tiny_llama(tmp_path / "other")
+    tiny.byte_tokenizer(other, specials=("<eos>", "<|im_start|>", "<|other|>"))
     for draft, words in ((other, "both must have the same tokens"), (tmp_path / "none", "none")):
         result = call("-m", abc, "-p", "x", "--draft", draft)
         assert result.status != 0 and words in result.err and result.out == ""

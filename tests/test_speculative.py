@@ -243,7 +243,7 @@ def draft_model(loaded, **options):
     """The model drafting for itself, or with other weights drafting badly."""
     model, _ = loaded
     sizes = {"num_pages": 64, "page_size": 8, "max_requests": 64}
-    drafter = DraftModel("itself", lambda: model, **(sizes | options))
+    drafter = DraftModel("itself", lambda: model, model.config.vocab, **(sizes | options))
     drafter.sure = 0  # of random weights' tokens nobody is
     return drafter
 
