@@ -214,28 +214,27 @@ def measure(engine: Engine, workload: Workload, limits: dict, peers: Sequence[Pe
 
 
 def measure_draft(engine: Engine) -> list[dict]:
-    """Decoding without and with drafts, in turns: those of --draft, or n-grams. The text invites to repeat it: a module
-    of this engine, and its beginning again."""
-    source = Path(__file__).with_name("pace.py").read_text(encoding="utf-8")
-    ids = engine.tokenizer.encode(f"{source}\n\n# The same module again:\n\n{source[:400]}")
-    ids = ids[-max(1, int(engine.capacity) - DRAFT_TOKENS - 1) :]
+    """Decoding without and with drafts, in turns: those of --draft, or n-grams; on a text that invites to repeat it, a
+    module of this engine and its beginning again, and on one that goes on to something new."""
+    source, prose = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("pace.py", "README.md"))
+    texts = {"edit": f"{source}\n\n# The same module again:\n\n{source[:400]}", "new": prose[:1500]}
     drafter = engine.drafting.drafter if engine.drafting else Ngram()
-    engines = {variant: Engine(engine.model, engine.config, engine.tokenizer, drafter=by)
-               for variant, by in (("plain", None), (drafter.name, drafter))}
+    engines = {by: Engine(engine.model, engine.config, engine.tokenizer, drafter=made)
+               for by, made in (("plain", None), (drafter.name, drafter))}
+    most = max(1, int(engine.capacity) - DRAFT_TOKENS - 1)
+    prompts = {text: engine.tokenizer.encode(texts[text])[-most:] for text in texts}
     reports = {}
 
-    def decode(variant: str) -> float:
-        [completion] = engines[variant].generate([ids], SamplingParams(max_tokens=DRAFT_TOKENS, ignore_eos=True))
+    def decode(text: str, by: str) -> float:
+        params = SamplingParams(max_tokens=DRAFT_TOKENS, ignore_eos=True)
+        [completion] = engines[by].generate([prompts[text]], params)
         request = completion.request
-        reports[variant] = request.draft_report
+        reports[text, by] = request.draft_report
         return (request.num_output - 1) / (request.finished_s - request.first_token_s)
 
-    tallies = take_turns({variant: lambda _, variant=variant: decode(variant) for variant in engines})
-    rows = []
-    for variant, tally in tallies.items():
-        rows.append(row_of("quire", DRAFT, variant, 1, len(ids), DRAFT_TOKENS) | tally.summary()
-                    | {"tokens_per_s": tally.median, "draft": reports.get(variant)})
-    return rows
+    tallies = take_turns({(text, by): lambda _, case=(text, by): decode(*case) for text in texts for by in engines})
+    return [row_of("quire", DRAFT, f"{text}, {by}", 1, len(prompts[text]), DRAFT_TOKENS) | tally.summary()
+            | {"tokens_per_s": tally.median, "draft": reports[text, by]} for (text, by), tally in tallies.items()]
 
 
 def row_of(engine: str, name: str, variant: str | None, requests: int, prompt_tokens: int, generated: int) -> dict:

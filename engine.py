@@ -8,7 +8,6 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
         print(completion.text)
 """
 
-import math
 import operator
 import os
 import time
@@ -21,9 +20,9 @@ import torch
 from kvcache import Cache, Lease
 from model import Batch, Model
 from replay import Replay
-from sampling import Draft, Drawn, Sampler, SamplingParams, accept, chances
+from sampling import Drawn, Sampler, SamplingParams, accept, chances
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
-from speculative import Drafter, Drafting
+from speculative import Drafter, Drafting, note_chances
 from tokenizer import TextStream, Tokenizer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
@@ -252,9 +251,11 @@ class Engine:
             drawn = accept(logits_LV, drafts, samplers, [chunk.end for chunk in drawing], self.config.verify,
                            self.model.ops)
             if self.config.draft_chances:
-                self._note_chances(drawing, chances(logits_LV, drafts, samplers, self.model.ops), drawn)
+                note_chances(drawing, drawn, chances(logits_LV, drafts, samplers, self.model.ops))
         if self.drafting is not None:
-            self._follow(chunks, dict(zip(drawing, drawn)), h_TD, taps)
+            moves = self.drafting.follow(chunks, dict(zip(drawing, drawn)), h_TD, taps)
+            if moves:
+                self.model.move_(self.cache, *self.cache.slots(moves))
         for chunk in chunks:
             self.scheduler.commit(chunk)
         seconds = time.perf_counter() - start_s
@@ -310,32 +311,6 @@ class Engine:
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
                           [chunk.start for chunk in chunks], row_L, num_exact, taps or (),
                           [chunk.draft.parents for chunk in chunks])
-
-    def _follow(self, chunks: list[Chunk], drawn: Mapping[Chunk, Sequence[Drawn | None]], h_TD: torch.Tensor,
-                taps: Sequence[torch.Tensor]) -> None:
-        """Where drafts stand: keys and values of a tree's path move to the text's places, among which others lie; and
-        the drafter is shown the hidden rows of all tokens that are the text's now."""
-        rows, spans, moves, first = [], [], [], 0
-        for chunk in chunks:
-            path = kept_path(chunk.draft, drawn.get(chunk, ()))
-            last = chunk.end - chunk.start - 1
-            rows += [*range(first, first + last), *(first + last + row for row in path)]
-            spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
-            moves += [(chunk.request.lease.row, chunk.end - 1 + row, chunk.end - 1 + depth)
-                      for depth, row in enumerate(path) if row != depth]
-            first += last + 1 + chunk.num_drafted
-        if moves:
-            self.model.move_(self.cache, *self.cache.slots(moves))
-        if self.drafting.drafter.taps is not None:
-            row_T = torch.tensor(rows, device=h_TD.device)
-            self.drafting.drafter.observe(spans, h_TD[row_T], [tap_TD[row_T] for tap_TD in taps])
-
-    def _note_chances(self, drawing: list[Chunk], of_rows: Sequence[Sequence[float]],
-                      drawn: Sequence[Sequence[Drawn | None]]) -> None:
-        """Of the drafts that were judged: those that follow what stood."""
-        for chunk, of_row, tokens in zip(drawing, of_rows, drawn):
-            judged = [of_row[row] for row in kept_path(chunk.draft, tokens)]
-            chunk.request.drafts.chances += [chance for chance in judged if not math.isnan(chance)]
 
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""
@@ -456,12 +431,6 @@ class Engine:
         finally:
             self.cache.release(lease)
         return torch.cat(logits)
-
-
-def kept_path(draft: Draft, drawn: Sequence[Drawn | None]) -> list[int]:
-    """The rows of a draft's tokens that stand, after row 0; what was drawn last is not a draft's."""
-    kept = iter([token.id for token in drawn[:-1]])
-    return draft.path(lambda _: next(kept, None))
 
 
 class Writer:

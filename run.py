@@ -377,8 +377,8 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | N
     for id in range(max(theirs.vocab_size, tokenizer.vocab_size)):  # one may be padded further than the other
         pieces = [by.piece(id) if id < by.vocab_size else "" for by in (theirs, tokenizer)]
         if pieces[0] != pieces[1]:
-            raise ValueError(f"--draft {args.draft} has token {id} as {pieces[0]!r} but the model as {pieces[1]!r}: both "
-                             "must have the same tokens")
+            raise ValueError(f"--draft {args.draft} has token {id} as {pieces[0]!r} but the model as {pieces[1]!r}: "
+                             "both must have the same tokens")
     return checkpoint
 
 

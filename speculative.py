@@ -5,7 +5,8 @@ Owns what drafters remember. Knows nothing of how drafts are judged (sampling.ac
 wrong, but what it says of its chances must be true (sampling.Draft). Start at `Drafter`.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 from typing import Protocol
@@ -19,7 +20,7 @@ from kvcache import Cache, Lease
 from model import Batch, Model
 from pace import Pace
 from replay import Replay
-from sampling import NO_DRAFT, Draft, draft_key, noise_key
+from sampling import NO_DRAFT, Draft, Drawn, draft_key, noise_key
 from scheduler import Chunk, Request
 
 
@@ -152,6 +153,24 @@ class Drafting:
                 odds = self.odds.setdefault(request, Odds())
                 request.draft = draft.cut(odds.best_length(len(draft.ids), *costs))
 
+    def follow(self, chunks: Sequence[Chunk], drawn: Mapping[Chunk, Sequence[Drawn | None]], h_TD: Tensor,
+               taps: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+        """Shows the drafter the hidden rows of all tokens that are the text's now. Returns where keys and values have
+        to move, since a tree's path lies among others: (row of the page table, place, the text's place)."""
+        rows, spans, moves, first = [], [], [], 0
+        for chunk in chunks:
+            path = kept_path(chunk.draft, drawn.get(chunk, ()))
+            last = chunk.end - chunk.start - 1
+            rows += [*range(first, first + last), *(first + last + row for row in path)]
+            spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
+            moves += [(chunk.request.lease.row, chunk.end - 1 + row, chunk.end - 1 + depth)
+                      for depth, row in enumerate(path) if row != depth]
+            first += last + 1 + chunk.num_drafted
+        if self.drafter.taps is not None:
+            row_T = torch.tensor(rows, device=h_TD.device)
+            self.drafter.observe(spans, h_TD[row_T], [tap_TD[row_T] for tap_TD in taps])
+        return moves
+
     def judge(self, request: Request, draft: Draft, drawn: Sequence[int | None]) -> None:
         """Notes what was drawn where `draft` was computed of a request's: what stood, and one more."""
         request.drafts.observe(draft, len(drawn) - 1)
@@ -176,6 +195,20 @@ class Drafting:
 
     def _trial(self, decoding: Sequence) -> Trial:
         return self.trials.setdefault(len(decoding).bit_length(), Trial())
+
+
+def kept_path(draft: Draft, drawn: Sequence[Drawn | None]) -> list[int]:
+    """Row 0 and those of a draft's tokens that stand; what was drawn last is not the draft's."""
+    kept = iter([token.id for token in drawn[:-1]])
+    return draft.path(lambda _: next(kept, None))
+
+
+def note_chances(chunks: Sequence[Chunk], drawn: Sequence[Sequence[Drawn | None]],
+                 chances: Sequence[Sequence[float]]) -> None:
+    """Notes of the drafts that were judged, those that follow what stood, the chance they had."""
+    for chunk, tokens, of_row in zip(chunks, drawn, chances):
+        judged = [of_row[row] for row in kept_path(chunk.draft, tokens)]
+        chunk.request.drafts.chances += [chance for chance in judged if not math.isnan(chance)]
 
 
 LENGTHS = (16, 8, 4, 2)  # of n-grams that are looked up, the longest first
