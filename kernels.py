@@ -263,7 +263,7 @@ def distribution(x_LV: Tensor, rules: Sequence[DrawRules]) -> Tensor:
     p_LV = torch.zeros(x_LV.shape, dtype=torch.float64)
     for p_V, x_V, best, row_rules in zip(p_LV, x_LV, argmax(x_LV).tolist(), rules, strict=True):
         if best >= 0:
-            id_C, scaled_C = weighed(x_V, row_rules)
+            id_C, scaled_C = _weighed(x_V, row_rules)
             p_V[id_C] = torch.softmax(scaled_C, 0)
     return p_LV
 
@@ -273,13 +273,13 @@ def _draw_row(x_V: Tensor, best: int, rules: DrawRules, key: int) -> int:
     is_plain_argmax = rules.temperature == 0 and rules.leave_logits_alone and best < rules.vocab
     if best < 0 or is_plain_argmax:
         return best
-    id_C, scaled_C = weighed(x_V, rules)
+    id_C, scaled_C = _weighed(x_V, rules)
     if len(id_C) < 2:
         return int(id_C) if len(id_C) else -1
     return int(id_C[(scaled_C + gumbel(key, id_C)).argmax()])
 
 
-def weighed(x_V: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
+def _weighed(x_V: Tensor, rules: DrawRules) -> tuple[Tensor, Tensor]:
     """The ids to draw from, ascending, and the numbers whose softmax are their probabilities: none where no logit is
     finite, and at temperature 0 one."""
     x_V = adjusted(x_V, rules)

@@ -64,27 +64,30 @@ class Tree:
         """Adds a level: a row of logits for each token that is gone on from."""
         new = []
         for node, logits_V in zip(self.level, logits_LV, strict=True):
-            if logits_V.isfinite().all():
-                ids, scores = self._likeliest(logits_V, self.path(node))
-                new += [Node(id, node, node.score + score) for id, score in zip(ids, scores)]
+            ids, scores = self._likeliest(logits_V, self.path(node))
+            new += [Node(id, node, node.score + score) for id, score in zip(ids, scores)]
         self.nodes += new
         self.level = sorted(new, key=lambda node: -node.score)[: self.shape.width]
         self.opened += self.level
 
     def _likeliest(self, logits_V: Tensor, path: list[int]) -> tuple[list[int], list[float]]:
-        """The likeliest tokens after a path, with the noise of the draw itself, and their chances' logarithms."""
+        """The likeliest tokens after a path, with the noise of the draw itself, and their chances' logarithms; none
+        where a number is not one."""
         rules = self.request.sampler.rules_along(Draft(tuple(path)))[-1]
+        x_V = logits_V[: rules.vocab] if rules.leave_logits_alone else kernels.adjusted(logits_V, rules)
+        x_C, id_C = x_V.topk(min(CONSIDERED, len(x_V)))
+        if not x_C[0].isfinite():  # topk takes what is not a number for the greatest
+            return [], []
         if rules.temperature == 0:
-            score_V = torch.log_softmax(kernels.adjusted(logits_V, rules), 0)
-            id_C, score_C = kernels.largest(score_V, min(self.shape.width, len(score_V)))
+            score_C = x_C - x_V.logsumexp(0)
         else:
+            scaled_C = (x_C.double() - x_C[0]) / rules.temperature
+            kept_C = kernels.candidates(scaled_C, rules)
+            id_C = id_C[kept_C]
             key = noise_key(self.request.params.seed, len(self.request.tokens) + len(path), "draw")
-            id_C, scaled_C = kernels.weighed(logits_V, rules)
-            best_C, scaled_C = kernels.largest(scaled_C, min(NOISY, len(scaled_C)))
-            noisy_C = torch.log_softmax(scaled_C + kernels.gumbel(key, id_C[best_C]), 0)
-            order_C, score_C = kernels.largest(noisy_C, min(self.shape.width, len(noisy_C)))
-            id_C = id_C[best_C[order_C]]
-        return id_C.tolist(), score_C.tolist()
+            score_C = torch.log_softmax(scaled_C[kept_C] + kernels.gumbel(key, id_C), 0)
+        score_C, place_C = score_C.topk(min(self.shape.width, len(score_C)))
+        return id_C[place_C].tolist(), score_C.tolist()
 
     def draft(self, limit: int) -> Draft:
         """Its `limit` likeliest tokens, the likeliest first: no token is likelier than the one it follows."""
@@ -93,7 +96,7 @@ class Tree:
         return Draft(tuple(node.id for node in best), None, tuple(rows[node.parent] for node in best))
 
 
-NOISY = 256  # of the likeliest tokens noise may make one the likeliest: a draft that overlooks another only falls
+CONSIDERED = 256  # tokens, the likeliest: noise may make another the likeliest, but seldom, and then the draft falls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
