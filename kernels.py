@@ -36,6 +36,11 @@ def linear_add_(y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | 
     y_TO += linear(x_TI, weight_OI, bias_O, num_exact)
 
 
+def first_outputs(weight_OI: Tensor, num: int) -> Tensor:
+    """The matrix of the first `num` outputs alone, a multiple of 16, on the same memory."""
+    return weight_OI[:num]
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, in at least float32 inside (Zhang and Sennrich 2019)."""
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)

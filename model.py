@@ -14,6 +14,7 @@ There is no batch dimension, and prefill and decode are not told apart: a step i
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -118,6 +119,12 @@ class Linear:
         self.weight = weights.matrix(*(f"{name}.weight" for name in names))
         self.bias_O = torch.cat([weights.take(f"{name}.bias") for name in names]) if bias else None
         self.num_weights = sum(math.prod(weights.info(f"{name}.weight").shape) for name in names)
+
+    def first(self, num: int) -> "Linear":
+        """Its first `num` outputs alone, a multiple of 16; for a matrix without bias."""
+        part = copy(self)
+        part.weight = self.ops.first_outputs(self.weight, num)
+        return part
 
     def __call__(self, x_TI: Tensor, num_exact: int | None = None) -> Tensor:
         return self.ops.linear(x_TI, self.weight, self.bias_O, num_exact)

@@ -103,7 +103,7 @@ class Native:
     def __init__(self, module):
         self.module = module
         self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
-        self.copy = module.copy
+        self.copy, self.first_outputs = module.copy, module.first_outputs
         self.linear, self.linear_add_ = module.linear, module.linear_add_
         self.draw, self.distribution = module.draw, module.distribution
         self.set_threads, self.set_isa = module.set_threads, module.set_isa

@@ -118,6 +118,15 @@ struct Packed {
     }
 };
 
+// The first outputs of a matrix of one part, on the same memory: panels of 16 outputs follow each other.
+Packed first_outputs(const Packed& weights, int64_t num) {
+    expect(weights.parts.size() == 1 && num > 0 && num <= weights.O && num % 16 == 0,
+           "of one part, and a multiple of 16, can be had alone");
+    const int32_t format = weights.parts[0].format;
+    const Tensor memory = weights.memory[0].narrow(0, 0, pack_bytes_cpu(format, num, weights.I));
+    return Packed({{format, num, memory}}, weights.I);
+}
+
 // Memory for packed weights, one after the other: what is packed in the order of execution is read as one stream, in
 // large pages where the system gives them (a tenth faster here).
 Tensor room(int64_t bytes) {
@@ -360,6 +369,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("__exit__", [](Recording&, const py::args&) { open_recording = nullptr; })
         .def("replay", &replay, py::call_guard<py::gil_scoped_release>());
     m.def("pack", &pack);
+    m.def("first_outputs", &first_outputs);
     m.def("linear", &linear, "x"_a, "weights"_a, "bias"_a = std::nullopt, "num_exact"_a = std::nullopt);
     m.def("linear_add_", &linear_add, "y"_a, "x"_a, "weights"_a, "bias"_a = std::nullopt, "num_exact"_a = std::nullopt);
     m.def("embed", &embed);

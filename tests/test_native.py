@@ -255,3 +255,14 @@ def test_perplexity_with_an_int8_cache(smollm2, native_ops):
     model = load(smollm2, None, native_ops, context=512)
     engine = Engine(model, EngineConfig(num_pages=64, cache_dtype=torch.int8))
     assert bench.perplexity(engine, ids).ppl == pytest.approx(18.5326, rel=0.005)
+
+
+@pytest.mark.parametrize("quant", ["f32", "bf16", "q8_0"])
+def test_first_outputs_have_the_bits_they_have_among_all(tmp_path, native_ops, quant):
+    path = tiny.write_gguf(tmp_path / "m.gguf", quant=quant)
+    model = load(path, None if quant == "q8_0" else torch.float32 if quant == "f32" else torch.bfloat16, native_ops)
+    x_TD = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model.output.first(48)(x_TD), model.output(x_TD)[:, :48])
+    for num in (0, 8, 336):
+        with pytest.raises(ValueError, match="multiple of 16"):
+            model.output.first(num)
