@@ -262,7 +262,7 @@ class Medusa:
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         ends = accumulate(end - start for _, start, end in spans)
-        self.rows |= {request: h_TD[end - 1] for (request, _, _), end in zip(spans, ends)}
+        self.rows |= {request: h_TD[end - 1].clone() for (request, _, _), end in zip(spans, ends)}
 
     def forget(self, request: Request) -> None:
         self.rows.pop(request, None)

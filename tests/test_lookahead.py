@@ -322,3 +322,59 @@ def test_drafts_that_are_drawn_come_with_their_distribution(loaded, method, veri
     plain, drafted = counts
     distance = sum(abs(plain[ids] - drafted[ids]) for ids in {*plain, *drafted}) / 600
     assert distance < 0.5 * (len({*plain, *drafted}) / 300) ** 0.5 * 1.6
+
+
+class Oracle:
+    """Proposes trees in which the known answer lies among wrong tokens, with gaps: of four tokens of it at most, and a
+    wrong follower of each."""
+
+    name, is_free, taps = "oracle", False, None
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def propose(self, requests, limits):
+        return [self.draft(request).cut(limit) for request, limit in zip(requests, limits)]
+
+    def draft(self, request):
+        start = request.num_output
+        right = self.answers[tuple(request.prompt_ids)][start : start + (1, 4, 2, 3)[start % 4]]
+        ids, parents, row = [], [], 0
+        for id in right:
+            ids += [(id + 1) % 256, id, (id + 2) % 256]
+            parents += [row, row, len(ids) - 2]  # the last one follows the first, which is wrong
+            row = len(ids) - 1
+        return Draft(tuple(ids), None, tuple(parents))
+
+    def forget(self, request):
+        pass
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("config", [{"draft_tokens": 12}, {"draft_tokens": 12, "num_pages": 18, "max_requests": 3}],
+                         ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("family, overrides", [("llama", {}), ("qwen2", WINDOWED), ("qwen2", WINDOWED | {
+    "max_window_layers": 0, "sliding_window": 3})], ids=["llama", "windows", "windows alone"])
+def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, family, overrides, cache_dtype, config,
+                                                        params):
+    """Its keys and values are those of plain decoding, in other layers' windows too, and in what is shared. Without a
+    type of the cache in float64 through torch, else natively, where no bit may differ."""
+    native = cache_dtype is not None
+    path = tiny.write_safetensors(tmp_path, family, **overrides)
+    with open_checkpoint(path) as checkpoint:
+        dtype = torch.float32 if native else torch.float64
+        model = load_model(checkpoint, dtype, ops=request.getfixturevalue("native_ops") if native else kernels)
+    sizes = {"page_size": 8, "cache_dtype": cache_dtype}
+    plain = tokens_of(Engine(model, EngineConfig(num_pages=64, **sizes)).generate(PROMPTS, params))
+    answers = {tuple(prompt): ids for prompt, (ids, _) in zip(PROMPTS, plain)}
+    engine = Engine(model, EngineConfig(**({"num_pages": 64} | sizes | config)), drafter=Oracle(answers))
+    completions = [engine.generate(PROMPTS, params) for _ in range(2)]  # the second finds pages of the first
+    assert sum(c.request.draft_report["accepted"] for c in completions[0] + completions[1]) > 30
+    for got in map(tokens_of, completions):
+        for (ids, logprobs), (expected_ids, expected) in zip(got, plain):
+            assert ids == expected_ids
+            assert logprobs == (expected if native else pytest.approx(expected, abs=1e-9))
