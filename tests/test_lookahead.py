@@ -378,3 +378,27 @@ def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, famil
         for (ids, logprobs), (expected_ids, expected) in zip(got, plain):
             assert ids == expected_ids
             assert logprobs == (expected if native else pytest.approx(expected, abs=1e-9))
+
+
+@pytest.mark.parametrize("shape", [None, TreeShape(4, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_end_where_the_context_does(folder, tmp_path, method, shape):
+    """A context of 32 tokens and a cache of no more; answers that end with it, after one token, or are aborted."""
+    with open_checkpoint(folder) as checkpoint:
+        small = load_model(checkpoint, torch.float64, context=32)
+    _, heads = load(folder, tmp_path)
+    if method != "medusa":
+        heads[method].model = small
+    sizes = {"num_pages": 4, "page_size": 8}
+    plain = Engine(small, EngineConfig(**sizes))
+    drafted = engine_with(small, heads[method], shape, draft_tokens=5, **sizes)
+    middle, long = PROMPTS[3][:20], PROMPTS[4][:31]
+    for prompt, num in ((middle, 12), (middle, 1), (middle, 2), (long, 9), ([7], 31)):
+        params = SamplingParams(max_tokens=num, ignore_eos=True)
+        [expected], [got] = plain.generate([prompt], params), drafted.generate([prompt], params)
+        assert (got.token_ids, got.finish_reason) == (expected.token_ids, "length")
+    request = drafted.submit(PROMPTS[3][:20], SamplingParams(ignore_eos=True))
+    for _ in range(6):
+        drafted.step()
+    drafted.abort(request)
+    assert drafted.cache.num_available == 4 and not drafted.has_work
