@@ -75,13 +75,13 @@ class Tree:
         where a number is not one."""
         rules = self.request.sampler.rules_along(Draft(tuple(path)))[-1]
         x_V = logits_V[: rules.vocab] if rules.leave_logits_alone else kernels.adjusted(logits_V, rules)
-        x_C, id_C = x_V.topk(min(CONSIDERED, len(x_V)))
-        if not x_C[0].isfinite():  # topk takes what is not a number for the greatest
-            return [], []
         if rules.temperature == 0:
-            score_C = x_C - x_V.logsumexp(0)
-        else:
-            scaled_C = (x_C.double() - x_C[0]) / rules.temperature
+            x_V = torch.log_softmax(x_V, 0)
+        score_C, id_C = x_V.topk(min(CONSIDERED, len(x_V)))
+        if not score_C[0].isfinite():  # topk takes what is not a number for the greatest
+            return [], []
+        if rules.temperature > 0:
+            scaled_C = (score_C.double() - score_C[0]) / rules.temperature
             kept_C = kernels.candidates(scaled_C, rules)
             id_C = id_C[kept_C]
             key = noise_key(self.request.params.seed, len(self.request.tokens) + len(path), "draw")
