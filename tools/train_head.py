@@ -95,8 +95,8 @@ def prompts(engine: Engine, seed: int) -> Iterator[tuple[list[int], SamplingPara
 @dataclass
 class Text:
     """All sequences one after the other, and what the model computed at each token. `drawn_T`: whether the model wrote
-    the token after it; `greedy_T`: at temperature 0. `best_T` is its likeliest next id, `log_sum_T` the logarithm of
-    the sum of its exponentiated logits."""
+    the token after it; `greedy_T`: at temperature 0. Where it did, `best_T` is the likeliest id, and `log_sum_T` the
+    logarithm of the sum of exponentiated logits."""
 
     token_T: Tensor
     doc_T: Tensor  # number of its sequence
@@ -115,15 +115,25 @@ class Text:
 
 
 class Recorder:
-    """A drafter that drafts nothing and keeps the hidden rows that it is shown: so features come with the text."""
+    """A drafter that drafts nothing and keeps the hidden rows that it is shown: so features come with the text. What a
+    row's logits are like it notes when the engine has them computed for the draw."""
 
     name, is_free = "recorder", True
 
-    def __init__(self, num_layers: int):
-        self.layers = [min(max(layer, 0), num_layers - 1) for layer in (2, num_layers // 2, num_layers - 3)]
-        self.taps, self.num_seen = tuple(sorted(set(self.layers))), 0  # a step hands them out in this order, each once
+    def __init__(self, model: Model):
+        last = len(model.layers) - 1
+        self.layers = [min(max(layer, 0), last) for layer in (2, (last + 1) // 2, last - 2)]
+        self.taps = tuple(sorted(set(self.layers)))  # a step hands them out in this order, each once
+        self.logits, self.num_seen = model.logits, 0
         self.steps: list[tuple[Tensor, Tensor]] = []  # rows of h and of all taps side by side
         self.rows: dict[Request, list[int]] = {}  # of each place of a request, among all rows that were seen
+        self.drawing: list[int] = []  # of them those whose logits were computed, and what these are like:
+        self.likes: list[tuple[Tensor, Tensor, Tensor]] = []  # the greatest logit, its id, the logarithm of the sum
+
+    def watched_logits(self, h_LD: Tensor) -> Tensor:
+        logits_LV = self.logits(h_LD)
+        self.likes.append((*logits_LV.max(-1), logits_LV.logsumexp(-1)))
+        return logits_LV
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         taps_TX = torch.cat([taps[self.taps.index(layer)] for layer in self.layers], 1)
@@ -132,6 +142,8 @@ class Recorder:
             first = self.num_seen
             self.num_seen += end - start
             self.rows.setdefault(request, [])[start:end] = range(first, self.num_seen)
+            if end == len(request.tokens):  # the next token is drawn
+                self.drawing.append(self.num_seen - 1)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list:
         return [NO_DRAFT] * len(requests)
@@ -139,12 +151,34 @@ class Recorder:
     def forget(self, request: Request) -> None:
         pass
 
+    def text(self, output_VD: Tensor) -> Text:
+        requests = list(self.rows)
+        row_T = torch.tensor([row for request in requests for row in self.rows[request]])
+        counts = [len(self.rows[request]) for request in requests]
+
+        def of_each(values: Callable[[Request], Sequence]) -> Tensor:
+            return torch.tensor([x for request, count in zip(requests, counts) for x in values(request)[:count]])
+
+        h_TD, taps_TX = (torch.cat(parts)[row_T] for parts in zip(*self.steps))
+        greatest_L, best_L, log_sum_L = map(torch.cat, zip(*self.likes))
+        at_T, is_drawn_T = torch.zeros(self.num_seen, dtype=torch.int64), torch.zeros(self.num_seen, dtype=torch.bool)
+        at_T[self.drawing], is_drawn_T[self.drawing] = torch.arange(len(self.drawing)), True
+        at_T, is_drawn_T = at_T[row_T], is_drawn_T[row_T]
+        # Logits will be computed from these rows, and differ a little from those of quantized kernels. So that the
+        # likeliest token has the probability that it had, the sum takes on its logit's difference.
+        again_T = torch.cat([(h_ID.float() * output_VD[id_I]).sum(-1)
+                             for h_ID, id_I in zip(h_TD.split(4096), best_L[at_T].split(4096))])
+        log_sum_T = log_sum_L[at_T] - greatest_L[at_T] + again_T
+        return Text(of_each(lambda r: r.tokens), torch.arange(len(requests)).repeat_interleave(torch.tensor(counts)),
+                    is_drawn_T, of_each(lambda r: [r.params.temperature == 0] * len(r.tokens)), h_TD, taps_TX,
+                    log_sum_T.masked_fill(~is_drawn_T, math.inf), best_L[at_T])
+
 
 def write_text(engine: Engine, clock: Clock, num_tokens: float, seed: int) -> Text:
     """Has the model answer prompts until there are so many tokens, prompts included, or the time is over."""
-    recorder = Recorder(len(engine.model.layers))
+    recorder, source = Recorder(engine.model), prompts(engine, seed)
     engine.draft_with(recorder)
-    source = prompts(engine, seed)
+    engine.model.logits = recorder.watched_logits
     while recorder.num_seen < num_tokens and not clock.is_over:
         while len(engine.writers) < engine.config.max_requests:
             engine.submit(*next(source))
@@ -152,33 +186,13 @@ def write_text(engine: Engine, clock: Clock, num_tokens: float, seed: int) -> Te
         clock.tell(lambda: f"{recorder.num_seen} tokens of text")
     for request in list(engine.writers):
         engine.abort(request)
-    return gathered(engine.model, recorder)
+    engine.model.logits = recorder.logits
+    return recorder.text(table(engine.model, engine.model.output))
 
 
-def gathered(model: Model, recorder: Recorder) -> Text:
-    requests = list(recorder.rows)
-    row_T = torch.tensor([row for request in requests for row in recorder.rows[request]])
-    lengths = [len(recorder.rows[request]) for request in requests]
-
-    def of_each(values: Callable[[Request], Sequence]) -> Tensor:
-        return torch.tensor([x for request, length in zip(requests, lengths) for x in values(request)[:length]])
-
-    h_TD, taps_TX = (torch.cat(parts)[row_T] for parts in zip(*recorder.steps))
-    recorder.steps.clear()
-    output_VD, log_sums, bests = table(model, model.output), [], []
-    for h_ID in h_TD.split(256):
-        logits_IV = h_ID.float() @ output_VD.T
-        log_sums.append(logits_IV.logsumexp(-1))
-        bests.append(logits_IV.argmax(-1))
-    return Text(of_each(lambda r: r.tokens), torch.arange(len(requests)).repeat_interleave(torch.tensor(lengths)),
-                of_each(lambda r: [place >= r.num_prompt - 1 for place in range(len(r.tokens))]),
-                of_each(lambda r: [r.params.temperature == 0] * len(r.tokens)),
-                h_TD, taps_TX, torch.cat(log_sums), torch.cat(bests))
-
-
-def table(model: Model, matrix, ids: Tensor | None = None) -> Tensor:
-    """Rows of a matrix as numbers, however it is stored: of all ids, or of these."""
-    return model.ops.embed(matrix.weight, torch.arange(model.config.vocab) if ids is None else ids).float()
+def table(model: Model, matrix) -> Tensor:
+    """A matrix with a row for each id, as numbers, however it is stored."""
+    return model.ops.embed(matrix.weight, torch.arange(model.config.vocab)).float()
 
 
 class Clock:
@@ -211,7 +225,7 @@ class Clock:
 # from what it computed at the place i + j + 1.
 
 
-MOST_FITTED = 32768  # tokens that least squares look at
+MOST_FITTED = 24576  # tokens that least squares look at
 
 
 class Eagle:
@@ -227,7 +241,7 @@ class Eagle:
         config = model.config
         self.config, self.ids_C, self.norm_eps = config, ids_C, config.norm_eps
         self.inv_freq, self.rope_scale = model.inv_freq, model.rope_scale
-        self.embed_VD, self.known_CD = table(model, model.token_embd), table(model, model.output, ids_C)
+        self.embed_VD, self.known_CD = table(model, model.token_embd), table(model, model.output)[ids_C]
         self.size_X = text.taps_TX[:20000].float().square().mean(0).sqrt().clamp(min=1e-3)
         D, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         shapes = {"self_attn.q_proj": (q, 2 * D), "self_attn.k_proj": (kv, 2 * D), "self_attn.v_proj": (kv, 2 * D),
@@ -239,9 +253,9 @@ class Eagle:
             self.weights[f"midlayer.{name}.weight"] = torch.ones(D)
         self.weights["norm.weight"] = model.output_norm_D.float().clone()
         self.weights["lm_head.weight"] = self.known_CD.clone()
-        self.begin(text)
+        self.begin(model, text)
 
-    def begin(self, text: Text) -> None:
+    def begin(self, model: Model, text: Text) -> None:
         """Sets the head to the best that is linear: the model's next hidden row by least squares from the taps (through
         fc) and the token's embedding (through values and output, as far as their rank goes, of heads that see their
         own entry: a query that equals its key finds itself). What else there is begins small, and is learnt."""
@@ -249,17 +263,26 @@ class Eagle:
         at_T = (text.doc_T[1:] == text.doc_T[:-1]).nonzero()[:, 0][:MOST_FITTED]
         x_TI = torch.cat((text.taps_TX[at_T].float() / self.size_X,
                           self.norm(self.embed_VD[text.token_T[at_T + 1]], "midlayer.input_layernorm")), -1)
-        fit_OI = least_squares(x_TI, text.h_TD[at_T + 1].float() / self.weights["norm.weight"])
-        self.weights["fc.weight"], from_embedding_DD = fit_OI.split((len(self.size_X), D), 1)
-        self.weights["fc.weight"] = self.weights["fc.weight"].contiguous()
+        y_TD = text.h_TD[at_T + 1].float() / self.weights["norm.weight"]
+        from_taps_DX, from_embedding_DD = least_squares(x_TI, y_TD).split((len(self.size_X), D), 1)
+        self.weights["fc.weight"] = from_taps_DX.contiguous()
         left_DI, size_I, right_ID = torch.linalg.svd(from_embedding_DD)
         q_OI, k_OI, v_OI, o_OI = (self.weights[f"midlayer.self_attn.{kind}_proj.weight"] for kind in "qkvo")
         rank, num_sharp = min(D, len(v_OI)), -(-group // 2)  # so many of the heads that share a key see themselves
-        q_OI.unflatten(0, (-1, group, A))[:, :num_sharp] = k_OI.unflatten(0, (-1, 1, A))
+        q_OI.unflatten(0, (-1, group, A))[:, :num_sharp] = 2 * k_OI.unflatten(0, (-1, 1, A))
         v_OI.mul_(0.1)[:rank, :D] = size_I[:rank, None].sqrt() * right_ID[:rank]
         from_values_DO = F.pad(left_DI[:, :rank] * size_I[:rank].sqrt(), (0, len(v_OI) - rank)) / num_sharp
         o_OI.mul_(0.1).unflatten(1, (-1, group, A))[:, :, :num_sharp] += from_values_DO.unflatten(1, (-1, 1, A))
-        self.weights["midlayer.mlp.down_proj.weight"].mul_(0.1)
+        h_TD = x_TI[:, : len(self.size_X)] @ self.weights["fc.weight"].T
+        h_TD += x_TI[:, len(self.size_X) :] @ ((left_DI[:, :rank] * size_I[:rank]) @ right_ID[:rank]).T
+        ffn = model.layers[-1].ffn  # its first two matrices; what its third makes of them is fitted
+        gate_up_2FD = ffn.gate_up(torch.eye(D, dtype=model.dtype)).T.float()
+        self.weights["midlayer.post_attention_layernorm.weight"] = ffn.norm_D.float().clone()
+        for name, weight_FD in zip(("gate", "up"), gate_up_2FD.chunk(2)):
+            self.weights[f"midlayer.mlp.{name}_proj.weight"] = weight_FD.contiguous()
+        act_TF = self.activation(h_TD)
+        size_F = act_TF.square().mean(0).sqrt().clamp(min=1e-6)
+        self.weights["midlayer.mlp.down_proj.weight"] = least_squares(act_TF / size_F, y_TD - h_TD) / size_F
 
     def tensors(self) -> dict[str, Tensor]:
         config = self.config
@@ -300,10 +323,12 @@ class Eagle:
             values.append(v_RTGA)
             out_RTHA = attend(kernels.rope(q_RTHA, *angles), keys, values, bias_RTT)
             h_RTD = f_RTD + self.linear(out_RTHA.flatten(2), "midlayer.self_attn.o_proj")
-            x_RTD = self.norm(h_RTD, "midlayer.post_attention_layernorm")
-            act_RTF = F.silu(self.linear(x_RTD, "midlayer.mlp.gate_proj")) * self.linear(x_RTD, "midlayer.mlp.up_proj")
-            f_RTD = h_RTD + self.linear(act_RTF, "midlayer.mlp.down_proj")
+            f_RTD = h_RTD + self.linear(self.activation(h_RTD), "midlayer.mlp.down_proj")
             yield f_RTD
+
+    def activation(self, h: Tensor) -> Tensor:
+        x = self.norm(h, "midlayer.post_attention_layernorm")
+        return F.silu(self.linear(x, "midlayer.mlp.gate_proj")) * self.linear(x, "midlayer.mlp.up_proj")
 
     def logits(self, h_ND: Tensor, step: int) -> Tensor:
         return self.linear(self.norm(h_ND, "norm"), "lm_head")
@@ -388,13 +413,19 @@ BLOCK = 256  # tokens of a row
 
 @dataclass(frozen=True)
 class Plan:
-    """How a head is trained: learning rate at its highest, steps until it is reached, rows in a step, and the part of
-    the time after which cross-entropy has no weight."""
+    """How a head is trained: learning rate at its highest, for numbers around 1, and for the matrix that gives logits
+    the part of it; steps until it is reached, rows in a step, the part of the time in which cross-entropy counts."""
 
-    rate: float = 1e-3
+    rate: float = 0.008
+    head: float = 0.2
     warm_up: int = 30
     num_rows: int = 2
-    entropy_until: float = 0.5
+    entropy_until: float = 0.6
+
+    def size(self, weight: Tensor, num_ids: int) -> float:
+        """How large a tensor's numbers are, to which its rate is in proportion: what least squares found is small."""
+        size = float(weight.detach().square().mean().sqrt()) or weight.shape[-1] ** -0.5
+        return size * (self.head if weight.shape[0] == num_ids else 1)
 
 
 def blocks(text: Text, num_steps: int) -> Text:
@@ -455,7 +486,8 @@ def train(head, text: Text, clock: Clock, num_steps: int, plan: Plan, seed: int)
     generator = torch.Generator().manual_seed(seed)
     for weight in head.weights.values():
         weight.requires_grad_()
-    optimizer = torch.optim.AdamW(head.weights.values(), lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW([{"params": [weight], "full": plan.rate * plan.size(weight, len(head.ids_C))}
+                                   for weight in head.weights.values()], betas=(0.9, 0.98), weight_decay=0, fused=True)
     shown_J = None
     with held_signals() as signals:
         while not clock.is_over and not signals:
@@ -469,7 +501,8 @@ def train(head, text: Text, clock: Clock, num_steps: int, plan: Plan, seed: int)
             (weight * torch.stack(entropies).mean() + (1 - weight) * lost).backward()
             torch.nn.utils.clip_grad_norm_(head.weights.values(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = plan.rate * min(1, (clock.step + 1) / plan.warm_up) * (1.02 + math.cos(math.pi * part)) / 2
+                rise = min(1, (clock.step + 1) / plan.warm_up)
+                group["lr"] = group["full"] * rise * (1.02 + math.cos(math.pi * part)) / 2
             optimizer.step()
             optimizer.zero_grad()
             clock.step += 1
@@ -537,8 +570,8 @@ def make_head(kind: str, model: Model, text: Text, held: Text, args: argparse.Na
 
 
 NUM_DRAFTS = 3  # a chain's steps in training; as many Medusa heads
-SHARES = {"eagle": {"text": 0.45, "eagle": 0.45}, "medusa": {"text": 0.6, "medusa": 0.3},
-          "both": {"text": 0.43, "eagle": 0.34, "medusa": 0.13}}  # of the time; the rest is for all that is between
+SHARES = {"eagle": {"text": 0.36, "eagle": 0.52}, "medusa": {"text": 0.5, "medusa": 0.36},
+          "both": {"text": 0.27, "eagle": 0.42, "medusa": 0.16}}  # of the time; the rest is for all that is between
 
 
 def make_heads(args: argparse.Namespace) -> None:
@@ -551,7 +584,7 @@ def make_heads(args: argparse.Namespace) -> None:
     keep_memory()
     start_s, seconds = time.perf_counter(), {kind: 60 * args.minutes * share for kind, share in SHARES[args.kind].items()}
     text = write_text(engine, Clock("text", seconds.pop("text")), args.tokens or math.inf, args.seed)
-    held_T = text.doc_T % 20 == 19
+    held_T = text.doc_T % 19 == 18
     text, held = text[~held_T], text[held_T]
     print(f"text: {len(text)} tokens and {len(held)} held out in {time.perf_counter() - start_s:.0f} s", flush=True)
     if not len(blocks(text, NUM_DRAFTS)) or not len(blocks(held, NUM_DRAFTS)):
