@@ -1,6 +1,7 @@
 """tools/train_head.py: what it writes, that its unrolled training computes what drafting computes, that it learns."""
 
 import json
+import signal
 import sys
 from dataclasses import fields
 
@@ -18,7 +19,8 @@ from vocab import load_tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 import train_head  # noqa: E402 (it needs the path above)
-from train_head import Clock, Eagle, Judgement, Medusa, Plan, Text, blocks, chains, evaluate, train, write  # noqa: E402
+from own_text import Clock, Text, table, write_text  # noqa: E402
+from train_head import Eagle, Judgement, Medusa, Plan, blocks, chains, evaluate, train, write  # noqa: E402
 
 STEPS = 3
 
@@ -40,7 +42,7 @@ def engine(tmp_path_factory) -> Engine:
 
 @pytest.fixture(scope="module")
 def text(engine) -> Text:
-    return train_head.write_text(engine, Clock("text", 60, num_steps=None), 4000, seed=1)
+    return write_text(engine, Clock("text", 60), 3000, seed=1)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_features_are_those_of_the_whole_text_computed_at_once(engine, text):
     """Hidden rows, the sum and the likeliest token, against the model run over one sequence that was decoded."""
     rows = text[text.doc_T == 3]
     other = load_whole(engine, rows)
-    logits = other @ train_head.table(engine.model, engine.model.output).T
+    logits = other @ table(engine.model, engine.model.output).T
     assert (rows.h_TD.float() - other).abs().max() < 0.03  # bfloat16
     drawn = rows.drawn_T
     assert (rows.log_sum_T - logits.logsumexp(-1))[drawn].abs().max() < 0.05
@@ -235,6 +237,20 @@ def test_what_cannot_be_is_said_in_one_line(capsys, tmp_path):
     assert "too few to train on: raise --minutes or --tokens" in lines[2]
 
 
+def test_interrupted_training_writes_what_it_has(tmp_path, monkeypatch):
+    folder = tiny.tiny_llama(tmp_path / "model")
+
+    def interrupt(clock, line):
+        if clock.what == "medusa" and clock.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Clock, "tell", interrupt)
+    words = ["medusa", str(tmp_path), "-m", str(folder), "--tokens", "10000", "--steps", "1000", "--ids", "100"]
+    assert train_head.main(words) == 130
+    tensors = load_file(tmp_path / "medusa" / "model.safetensors")
+    assert tensors["medusa_head.0.0.linear.weight"].abs().sum() > 0
+
+
 # ---- that it learns
 
 
@@ -248,7 +264,7 @@ def script() -> dict:
 def test_training_raises_acceptance(kind, tmp_path):
     """Eagle sees the token before the one it drafts, and can know all; Medusa's third head cannot."""
     engine = load(tiny.scripted(tmp_path / "model", script(), vocab=320))
-    text = train_head.write_text(engine, Clock("text", 60), 12000, seed=1)
+    text = write_text(engine, Clock("text", 60), 12000, seed=1)
     held = text.doc_T % 5 == 4
     text, held = text[~held], text[held]
     torch.manual_seed(0)

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
 import json
 import math
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -35,195 +33,14 @@ from torch import Tensor  # noqa: E402
 
 import kernels  # noqa: E402
 import run  # noqa: E402
-from engine import Engine  # noqa: E402
-from flags import COUNT, POSITIVE, Parser, UsageError, make_parser  # noqa: E402
+from flags import COUNT, POSITIVE, THREADS, Parser, UsageError, make_parser  # noqa: E402
 from model import Model  # noqa: E402
-from sampling import NO_DRAFT, SamplingParams  # noqa: E402
-from scheduler import Request  # noqa: E402
+from own_text import Clock, Text, table, write_text  # noqa: E402
 from terminal import held_signals  # noqa: E402
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The text: what the model answers to many small questions, half of it greedily, half of it drawn
-
-TASKS = """Explain {} to a curious teenager. | What are the main causes and effects of {}? | Write a short story about {}.
-Give me five practical tips about {}. | Summarize the history of {} in two paragraphs. | Write a poem about {}.
-What are common misconceptions about {}? | Compare {} with something similar and say how they differ.
-Write an email to a colleague about {}. | List ten facts about {}. | Write a dialogue between two friends about {}.
-Describe {} step by step. | What questions would an expert ask about {}? | Write a lesson plan about {}.
-Write a Python function that has to do with {}, and explain it. | Define {} and give three examples.
-Argue for and against {}. | How has {} changed over the last hundred years? | Write a news report about {}.
-What should a beginner know about {}? | Give a recipe or a procedure that involves {}. | Write a product review about {}.
-Write a small SQL schema for data about {}. | Make a table of terms about {} with their meanings.
-What is the future of {}? | Write a quiz of five questions about {}, with answers. | Write a speech in praise of {}.
-Translate a simple sentence about {} into French and Spanish, and explain the words. | Write a diary entry about {}.
-Solve a word problem with numbers about {}, step by step. | Write a JSON document that describes {}."""
-TOPICS = """photosynthesis, the Roman Empire, bicycles, bread, the Moon, climate change, chess, jazz, vaccines, earthquakes,
-machine learning, the printing press, coffee, whales, democracy, volcanoes, black holes, electric cars, gardening,
-the water cycle, money, the French Revolution, bees, football, sleep, sorting algorithms, DNA, the Silk Road, cats,
-inflation, rivers, wind power, cooking rice, public libraries, the human heart, robots, mountains, trains, novels,
-probability, the Internet, honesty, running, glass, the Great Wall of China, antibiotics, painting, data privacy,
-gravity, school, maps, the violin, owls, recycling, space travel, tea, friendship, prime numbers, bridges, the weather,
-small businesses, tourism, plastic, dinosaurs, photography, a job interview, computer networks, the immune system, rain,
-fractions, the theatre, migration, clocks, the ocean floor, working from home, solar panels, salt, ants, ancient Egypt,
-a city park, unit testing, moving house, a long winter, the stock market, healthy food, dogs, learning a language"""
-BEGINNINGS = ('def read_{0}(path):\n    """Reads a file about {1}."""\n', "class {0}:\n    def __init__(self, name):\n",
-              "import random\n\n# A small simulation of {1}\n", "# {1}\n\n## Introduction\n\n", "The story of {1} begins with",
-              "Most people who think about {1}", "In the early morning, when nobody was thinking of {1},",
-              "Question: What is {1}?\nAnswer:")
-ANSWER_TOKENS = (200, 400)  # the longest answers, at least and at most
-
-
-def prompts(engine: Engine, seed: int) -> Iterator[tuple[list[int], SamplingParams]]:
-    """Each task with each topic once, in an order of its own; one in six is a text to go on with, no question."""
-    chance, tokenizer = random.Random(seed), engine.tokenizer
-    tasks = [task.strip() for line in TASKS.split("\n") for task in line.split("|")]
-    topics = [topic.strip() for topic in TOPICS.replace("\n", " ").split(",")]
-    pairs = list(itertools.product(tasks, topics))
-    for number in itertools.count():
-        if number % len(pairs) == 0:
-            chance.shuffle(pairs)
-        task, topic = pairs[number % len(pairs)]
-        if number % 6 == 5 or tokenizer.chat_template is None:
-            ids = tokenizer.encode(chance.choice(BEGINNINGS).format(topic.replace(" ", "_"), topic))
-        else:
-            ids = tokenizer.chat([{"role": "user", "content": task.format(topic)}])
-        most = min(chance.randint(*ANSWER_TOKENS), engine.capacity - len(ids) - 1)
-        temperature = 0.0 if number % 2 else chance.choice((0.7, 0.8, 0.9, 1.0))
-        yield ids, SamplingParams(max_tokens=most, temperature=temperature, seed=seed + number)
-
-
-@dataclass
-class Text:
-    """All sequences one after the other, and what the model computed at each token. `drawn_T`: whether the model wrote
-    the token after it; `greedy_T`: at temperature 0. Where it did, `best_T` is the likeliest id, and `log_sum_T` the
-    logarithm of the sum of exponentiated logits."""
-
-    token_T: Tensor
-    doc_T: Tensor  # number of its sequence
-    drawn_T: Tensor
-    greedy_T: Tensor
-    h_TD: Tensor
-    taps_TX: Tensor
-    log_sum_T: Tensor
-    best_T: Tensor
-
-    def __getitem__(self, rows) -> Text:
-        return Text(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-    def __len__(self) -> int:
-        return len(self.token_T)
-
-
-class Recorder:
-    """A drafter that drafts nothing and keeps the hidden rows that it is shown: so features come with the text. What a
-    row's logits are like it notes when the engine has them computed for the draw."""
-
-    name, is_free = "recorder", True
-
-    def __init__(self, model: Model):
-        last = len(model.layers) - 1
-        self.layers = [min(max(layer, 0), last) for layer in (2, (last + 1) // 2, last - 2)]
-        self.taps = tuple(sorted(set(self.layers)))  # a step hands them out in this order, each once
-        self.logits, self.num_seen = model.logits, 0
-        self.steps: list[tuple[Tensor, Tensor]] = []  # rows of h and of all taps side by side
-        self.rows: dict[Request, list[int]] = {}  # of each place of a request, among all rows that were seen
-        self.drawing: list[int] = []  # of them those whose logits were computed, and what these are like:
-        self.likes: list[tuple[Tensor, Tensor, Tensor]] = []  # the greatest logit, its id, the logarithm of the sum
-
-    def watched_logits(self, h_LD: Tensor) -> Tensor:
-        logits_LV = self.logits(h_LD)
-        self.likes.append((*logits_LV.max(-1), logits_LV.logsumexp(-1)))
-        return logits_LV
-
-    def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
-        taps_TX = torch.cat([taps[self.taps.index(layer)] for layer in self.layers], 1)
-        self.steps.append((h_TD.bfloat16(), taps_TX.bfloat16()))
-        for request, start, end in spans:  # what was preempted is computed again
-            first = self.num_seen
-            self.num_seen += end - start
-            self.rows.setdefault(request, [])[start:end] = range(first, self.num_seen)
-            if end == len(request.tokens):  # the next token is drawn
-                self.drawing.append(self.num_seen - 1)
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list:
-        return [NO_DRAFT] * len(requests)
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def text(self, output_VD: Tensor) -> Text:
-        requests = list(self.rows)
-        row_T = torch.tensor([row for request in requests for row in self.rows[request]])
-        counts = [len(self.rows[request]) for request in requests]
-
-        def of_each(values: Callable[[Request], Sequence]) -> Tensor:
-            return torch.tensor([x for request, count in zip(requests, counts) for x in values(request)[:count]])
-
-        h_TD, taps_TX = (torch.cat(parts)[row_T] for parts in zip(*self.steps))
-        greatest_L, best_L, log_sum_L = map(torch.cat, zip(*self.likes))
-        at_T, is_drawn_T = torch.zeros(self.num_seen, dtype=torch.int64), torch.zeros(self.num_seen, dtype=torch.bool)
-        at_T[self.drawing], is_drawn_T[self.drawing] = torch.arange(len(self.drawing)), True
-        at_T, is_drawn_T = at_T[row_T], is_drawn_T[row_T]
-        # Logits will be computed from these rows, and differ a little from those of quantized kernels. So that the
-        # likeliest token has the probability that it had, the sum takes on its logit's difference.
-        again_T = torch.cat([(h_ID.float() * output_VD[id_I]).sum(-1)
-                             for h_ID, id_I in zip(h_TD.split(4096), best_L[at_T].split(4096))])
-        log_sum_T = log_sum_L[at_T] - greatest_L[at_T] + again_T
-        return Text(of_each(lambda r: r.tokens), torch.arange(len(requests)).repeat_interleave(torch.tensor(counts)),
-                    is_drawn_T, of_each(lambda r: [r.params.temperature == 0] * len(r.tokens)), h_TD, taps_TX,
-                    log_sum_T.masked_fill(~is_drawn_T, math.inf), best_L[at_T])
-
-
-def write_text(engine: Engine, clock: Clock, num_tokens: float, seed: int) -> Text:
-    """Has the model answer prompts until there are so many tokens, prompts included, or the time is over."""
-    recorder, source = Recorder(engine.model), prompts(engine, seed)
-    engine.draft_with(recorder)
-    engine.model.logits = recorder.watched_logits
-    while recorder.num_seen < num_tokens and not clock.is_over:
-        while len(engine.writers) < engine.config.max_requests:
-            engine.submit(*next(source))
-        engine.step()
-        clock.tell(lambda: f"{recorder.num_seen} tokens of text")
-    for request in list(engine.writers):
-        engine.abort(request)
-    engine.model.logits = recorder.logits
-    return recorder.text(table(engine.model, engine.model.output))
-
-
-def table(model: Model, matrix) -> Tensor:
-    """A matrix with a row for each id, as numbers, however it is stored."""
-    return model.ops.embed(matrix.weight, torch.arange(model.config.vocab)).float()
-
-
-class Clock:
-    """How much of a phase is over, by the time it may take or by the number of its steps; and a line now and then."""
-
-    def __init__(self, what: str, seconds: float, num_steps: int | None = None):
-        self.what, self.seconds, self.num_steps = what, seconds, num_steps
-        self.start_s = self.told_s = time.perf_counter()
-        self.step = 0
-
-    @property
-    def part(self) -> float:
-        if self.num_steps is not None:
-            return self.step / self.num_steps
-        return (time.perf_counter() - self.start_s) / self.seconds
-
-    @property
-    def is_over(self) -> bool:
-        return self.part >= 1
-
-    def tell(self, line: Callable[[], str], every_s: float = 20) -> None:
-        now_s = time.perf_counter()
-        if now_s - self.told_s >= every_s:
-            self.told_s = now_s
-            print(f"{self.what} {now_s - self.start_s:5.0f} s: {line()}", flush=True)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The heads. A chain begins at a place i: step j of it stands for the token at i + j + 2, which the model itself draws
 # from what it computed at the place i + j + 1.
-
 
 MOST_FITTED = 24576  # tokens that least squares look at
 
@@ -256,33 +73,38 @@ class Eagle:
         self.begin(model, text)
 
     def begin(self, model: Model, text: Text) -> None:
-        """Sets the head to the best that is linear: the model's next hidden row by least squares from the taps (through
-        fc) and the token's embedding (through values and output, as far as their rank goes, of heads that see their
-        own entry: a query that equals its key finds itself). What else there is begins small, and is learnt."""
+        """Sets the head to what least squares finds for the model's next hidden row: from the taps through fc, from
+        the token's embedding through values and output, as far as their rank goes, of heads that see their own entry (a
+        query that is its key finds itself). What these lack comes from the model's last feed-forward network, as far
+        as its output matrix can be fitted to it. The other heads begin small."""
         D, A, group = self.config.hidden, self.config.head_dim, self.config.heads // self.config.kv_heads
         at_T = (text.doc_T[1:] == text.doc_T[:-1]).nonzero()[:, 0][:MOST_FITTED]
-        x_TI = torch.cat((text.taps_TX[at_T].float() / self.size_X,
-                          self.norm(self.embed_VD[text.token_T[at_T + 1]], "midlayer.input_layernorm")), -1)
-        y_TD = text.h_TD[at_T + 1].float() / self.weights["norm.weight"]
-        from_taps_DX, from_embedding_DD = least_squares(x_TI, y_TD).split((len(self.size_X), D), 1)
+        taps_TX = text.taps_TX[at_T].float() / self.size_X
+        embedded_TD = self.norm(self.embed_VD[text.token_T[at_T + 1]], "midlayer.input_layernorm")
+        next_TD = text.h_TD[at_T + 1].float() / self.weights["norm.weight"]
+        fit_DI = least_squares(torch.cat((taps_TX, embedded_TD), -1), next_TD)
+        from_taps_DX, from_embedded_DD = fit_DI.split((len(self.size_X), D), 1)
         self.weights["fc.weight"] = from_taps_DX.contiguous()
-        left_DI, size_I, right_ID = torch.linalg.svd(from_embedding_DD)
         q_OI, k_OI, v_OI, o_OI = (self.weights[f"midlayer.self_attn.{kind}_proj.weight"] for kind in "qkvo")
         rank, num_sharp = min(D, len(v_OI)), -(-group // 2)  # so many of the heads that share a key see themselves
+        left_DI, size_I, right_ID = torch.linalg.svd(from_embedded_DD)
         q_OI.unflatten(0, (-1, group, A))[:, :num_sharp] = 2 * k_OI.unflatten(0, (-1, 1, A))
-        v_OI.mul_(0.1)[:rank, :D] = size_I[:rank, None].sqrt() * right_ID[:rank]
-        from_values_DO = F.pad(left_DI[:, :rank] * size_I[:rank].sqrt(), (0, len(v_OI) - rank)) / num_sharp
-        o_OI.mul_(0.1).unflatten(1, (-1, group, A))[:, :, :num_sharp] += from_values_DO.unflatten(1, (-1, 1, A))
-        h_TD = x_TI[:, : len(self.size_X)] @ self.weights["fc.weight"].T
-        h_TD += x_TI[:, len(self.size_X) :] @ ((left_DI[:, :rank] * size_I[:rank]) @ right_ID[:rank]).T
-        ffn = model.layers[-1].ffn  # its first two matrices; what its third makes of them is fitted
-        gate_up_2FD = ffn.gate_up(torch.eye(D, dtype=model.dtype)).T.float()
+        left_DI, size_I, right_ID = left_DI[:, :rank], size_I[:rank], right_ID[:rank]
+        v_OI.mul_(0.1)[:rank, :D] = size_I[:, None].sqrt() * right_ID
+        o_OI.mul_(0.1).unflatten(1, (-1, group, A))[:, :, :num_sharp] += F.pad(
+            left_DI * size_I.sqrt(), (0, len(v_OI) - rank)).unflatten(1, (-1, 1, A)) / num_sharp
+        self.fit_feed_forward(model, taps_TX @ from_taps_DX.T + embedded_TD @ (left_DI * size_I @ right_ID).T, next_TD)
+
+    def fit_feed_forward(self, model: Model, h_TD: Tensor, wanted_TD: Tensor) -> None:
+        """Its input matrices are those of the model's last one; its output matrix makes `wanted` of h."""
+        ffn = model.layers[-1].ffn
         self.weights["midlayer.post_attention_layernorm.weight"] = ffn.norm_D.float().clone()
-        for name, weight_FD in zip(("gate", "up"), gate_up_2FD.chunk(2)):
+        identity_DD = torch.eye(h_TD.shape[1], dtype=model.dtype)  # shows a matrix, however it is stored
+        for name, weight_FD in zip(("gate", "up"), ffn.gate_up(identity_DD).T.float().chunk(2)):
             self.weights[f"midlayer.mlp.{name}_proj.weight"] = weight_FD.contiguous()
         act_TF = self.activation(h_TD)
         size_F = act_TF.square().mean(0).sqrt().clamp(min=1e-6)
-        self.weights["midlayer.mlp.down_proj.weight"] = least_squares(act_TF / size_F, y_TD - h_TD) / size_F
+        self.weights["midlayer.mlp.down_proj.weight"] = least_squares(act_TF / size_F, wanted_TD - h_TD) / size_F
 
     def tensors(self) -> dict[str, Tensor]:
         config = self.config
@@ -364,8 +186,9 @@ def least_squares(x_TI: Tensor, y_TO: Tensor) -> Tensor:
 class Medusa:
     """Medusa's heads: from a token's hidden row, head i tells the token i + 2 places on. One ResBlock each.
 
-    Of a head's (V, D) matrix the rows of the known ids are trained. The others are written as zeros: their logits are 0,
-    and count so in the sum here. The known ones begin as the model's own, less the mean of the others.
+    Of a head's (V, D) matrix the rows of the known ids are trained. The others are written as zeros: their logits are
+    0, and count so in the sum here. The known ones begin as the model's own, less the mean of the others, behind the
+    linear map by which the hidden row comes closest to the one i + 1 places on.
     """
 
     def __init__(self, model: Model, text: Text, ids_C: Tensor, num_heads: int = 3):
@@ -422,10 +245,10 @@ class Plan:
     num_rows: int = 2
     entropy_until: float = 0.6
 
-    def size(self, weight: Tensor, num_ids: int) -> float:
-        """How large a tensor's numbers are, to which its rate is in proportion: what least squares found is small."""
+    def rate_of(self, name: str, weight: Tensor) -> float:
+        """In proportion to the tensor's numbers: those that least squares found are small."""
         size = float(weight.detach().square().mean().sqrt()) or weight.shape[-1] ** -0.5
-        return size * (self.head if weight.shape[0] == num_ids else 1)
+        return self.rate * size * (self.head if name.endswith(("lm_head.weight", ".1.weight")) else 1)
 
 
 def blocks(text: Text, num_steps: int) -> Text:
@@ -448,8 +271,9 @@ def chains(block: Text, num_steps: int) -> Tensor:
 
 
 class Judgement(torch.autograd.Function):
-    """Of logits and the model's probabilities: the chance sum min(p, q) that a draft of q stands, and the cross-entropy.
-    The two gradients share one softmax, and what is kept of it is as large as the logits once, not six times."""
+    """Of logits and the model's probabilities: the chance sum min(p, q) that a draft of q stands, and the
+    cross-entropy. The gradients share one softmax; what is kept for them is as large as the logits once, not six times.
+    """
 
     @staticmethod
     def forward(ctx, logits_NC: Tensor, p_NC: Tensor, outside: float) -> tuple[Tensor, Tensor]:
@@ -471,45 +295,45 @@ class Judgement(torch.autograd.Function):
 
 
 def judged(head, block: Text, num_steps: int, chain_N: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each step, for each chain: the chance that its draft stands, the cross-entropy, and the likeliest draft."""
+    """For each step, for each chain: the chance that its draft stands, the cross-entropy, and the logits."""
     p_TC = (block.h_TD.flatten(0, 1).float() @ head.known_CD.T).sub_(block.log_sum_T.flatten()[:, None]).exp_()
     for step, h_RTD in enumerate(head.hidden(block, num_steps)):
         logits_NC = head.logits(h_RTD.flatten(0, 1)[chain_N], step)
         yield *Judgement.apply(logits_NC, p_TC[chain_N + step + 1], head.outside), logits_NC.detach()
 
 
-def train(head, text: Text, clock: Clock, num_steps: int, plan: Plan, seed: int) -> None:
-    """AdamW; the rate rises over the first steps and falls by a cosine to the end of the time. The loss begins as
-    cross-entropy, whose gradient is strong where nothing is right yet, and becomes that of the acceptance: what is lost
-    of the drafts' length, 1 - mean over steps of prod a_i."""
+def train(head, text: Text, clock: Clock, num_steps: int, plan: Plan, seed: int, stop: Sequence = ()) -> None:
+    """AdamW; the rate rises over the first steps and falls by a cosine to the end of the time, or until there is
+    something in `stop`. The loss begins as cross-entropy, whose gradient is strong where nothing is right yet, and
+    becomes that of the acceptance: what is lost of the drafts' length, 1 - mean over steps of prod a_i."""
     rows, order = blocks(text, num_steps), []
     generator = torch.Generator().manual_seed(seed)
     for weight in head.weights.values():
         weight.requires_grad_()
-    optimizer = torch.optim.AdamW([{"params": [weight], "full": plan.rate * plan.size(weight, len(head.ids_C))}
-                                   for weight in head.weights.values()], betas=(0.9, 0.98), weight_decay=0, fused=True)
+    optimizer = torch.optim.AdamW([{"params": [weight], "full": plan.rate_of(name, weight)}
+                                   for name, weight in head.weights.items()],
+                                  betas=(0.9, 0.98), weight_decay=0, fused=True)
     shown_J = None
-    with held_signals() as signals:
-        while not clock.is_over and not signals:
-            if len(order) < plan.num_rows:
-                order = torch.randperm(len(rows), generator=generator).tolist()
-            block, order = rows[order[: plan.num_rows]], order[plan.num_rows :]
-            part, chain_N = min(1.0, clock.part), chains(block, num_steps)
-            accepts, entropies, _ = zip(*judged(head, block, num_steps, chain_N))
-            accept_JN, weight = torch.stack(accepts), max(0.0, 1 - part / plan.entropy_until)
-            lost = 1 - accept_JN.cumprod(0).mean()
-            (weight * torch.stack(entropies).mean() + (1 - weight) * lost).backward()
-            torch.nn.utils.clip_grad_norm_(head.weights.values(), 1.0)
-            for group in optimizer.param_groups:
-                rise = min(1, (clock.step + 1) / plan.warm_up)
-                group["lr"] = group["full"] * rise * (1.02 + math.cos(math.pi * part)) / 2
-            optimizer.step()
-            optimizer.zero_grad()
-            clock.step += 1
-            accept_J = accept_JN.detach().mean(1)
-            shown_J = accept_J if shown_J is None else shown_J.lerp(accept_J, 0.05)
-            clock.tell(lambda: f"step {clock.step}, {clock.step * plan.num_rows / len(rows):.1f} times the text, "
-                               f"a draft stands {shares(shown_J)}")
+    while not clock.is_over and not stop:
+        if len(order) < plan.num_rows:
+            order = torch.randperm(len(rows), generator=generator).tolist()
+        block, order = rows[order[: plan.num_rows]], order[plan.num_rows :]
+        part = min(1.0, clock.part)
+        accepts, entropies, _ = zip(*judged(head, block, num_steps, chains(block, num_steps)))
+        accept_JN, weight = torch.stack(accepts), max(0.0, 1 - part / plan.entropy_until)
+        lost = 1 - accept_JN.cumprod(0).mean()
+        (weight * torch.stack(entropies).mean() + (1 - weight) * lost).backward()
+        torch.nn.utils.clip_grad_norm_(head.weights.values(), 1.0)
+        for group in optimizer.param_groups:
+            rise = min(1, (clock.step + 1) / plan.warm_up)
+            group["lr"] = group["full"] * rise * (1.02 + math.cos(math.pi * part)) / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step += 1
+        accept_J = accept_JN.detach().mean(1)
+        shown_J = accept_J if shown_J is None else shown_J.lerp(accept_J, 0.05)
+        clock.tell(lambda: f"step {clock.step}, {clock.step * plan.num_rows / len(rows):.1f} times the text, "
+                           f"a draft stands {shares(shown_J)}")
 
 
 def shares(part_J: Tensor) -> str:
@@ -518,14 +342,15 @@ def shares(part_J: Tensor) -> str:
 
 @torch.no_grad()
 def evaluate(head, text: Text, num_steps: int) -> list[str]:
-    """Lines that say how often drafts for a text stand, step by step, and how many tokens a step of the model brings."""
+    """Lines that say how often drafts for a text stand, step by step, and how many tokens each run of the model brings
+    with so many drafts."""
     rows, accepts, agrees, greedy = blocks(text, num_steps), [], [], []
     for block in (rows[slice(start, start + 4)] for start in range(0, len(rows), 4)):
         chain_N = chains(block, num_steps)
-        accept_, _, logits_ = zip(*judged(head, block, num_steps, chain_N))
-        accepts.append(torch.stack(accept_))
+        of_steps, _, logits = zip(*judged(head, block, num_steps, chain_N))
+        accepts.append(torch.stack(of_steps))
         agrees.append(torch.stack([head.ids_C[logits_NC.argmax(-1)] == block.best_T.flatten()[chain_N + step + 1]
-                                   for step, logits_NC in enumerate(logits_)]).float())
+                                   for step, logits_NC in enumerate(logits)]).float())
         greedy.append(block.greedy_T.flatten()[chain_N])
     accept_JN, agree_JN, is_greedy_N = torch.cat(accepts, 1), torch.cat(agrees, 1), torch.cat(greedy)
     lines = []
@@ -533,7 +358,7 @@ def evaluate(head, text: Text, num_steps: int) -> list[str]:
                           ("greedy text, 1 - TV", accept_JN[:, is_greedy_N]),
                           ("greedy text, likeliest token", agree_JN[:, is_greedy_N])):
         if part_JN.shape[1]:
-            lines.append(f"{what}: {shares(part_JN.mean(1))}, {1 + part_JN.cumprod(0).sum(0).mean():.2f} tokens a step "
+            lines.append(f"{what}: {shares(part_JN.mean(1))}, {1 + part_JN.cumprod(0).sum(0).mean():.2f} tokens a run "
                          f"({part_JN.shape[1]} chains)")
     return lines
 
@@ -562,13 +387,16 @@ def make_head(kind: str, model: Model, text: Text, held: Text, args: argparse.Na
     torch.manual_seed(args.seed)
     clock = Clock(kind, seconds, args.steps)
     head = Eagle(model, text, ids_C) if kind == "eagle" else Medusa(model, text, ids_C)
-    train(head, text, clock, NUM_DRAFTS, Plan(), args.seed)
-    print(f"{kind}: {clock.step} steps in {time.perf_counter() - clock.start_s:.0f} s", flush=True)
-    write(head, Path(args.out).expanduser() / {"eagle": "eagle3"}.get(kind, kind))
+    with held_signals() as signals:  # what has been learnt is written all the same
+        train(head, text, clock, NUM_DRAFTS, Plan(), args.seed, signals)
+        print(f"{kind}: {clock.step} steps in {time.perf_counter() - clock.start_s:.0f} s", flush=True)
+        write(head, Path(args.out).expanduser() / FOLDERS[kind])
+    head.weights = {name: weight.detach().bfloat16().float() for name, weight in head.weights.items()}  # as written
     for line in evaluate(head, held, NUM_DRAFTS):
         print(f"{kind}: {line}", flush=True)
 
 
+FOLDERS = {"eagle": "eagle3", "medusa": "medusa"}
 NUM_DRAFTS = 3  # a chain's steps in training; as many Medusa heads
 SHARES = {"eagle": {"text": 0.36, "eagle": 0.52}, "medusa": {"text": 0.5, "medusa": 0.36},
           "both": {"text": 0.27, "eagle": 0.42, "medusa": 0.16}}  # of the time; the rest is for all that is between
@@ -582,14 +410,16 @@ def make_heads(args: argparse.Namespace) -> None:
     engine_args.sampling = {}
     engine = run.load_engine(engine_args)
     keep_memory()
-    start_s, seconds = time.perf_counter(), {kind: 60 * args.minutes * share for kind, share in SHARES[args.kind].items()}
-    text = write_text(engine, Clock("text", seconds.pop("text")), args.tokens or math.inf, args.seed)
-    held_T = text.doc_T % 19 == 18
+    seconds = {kind: 60 * args.minutes * share for kind, share in SHARES[args.kind].items()}
+    clock = Clock("text", math.inf if args.tokens else seconds["text"])
+    text = write_text(engine, clock, args.tokens or math.inf, args.seed)
+    held_T = text.doc_T % 19 == 18  # an odd number: of greedy and of drawn sequences
     text, held = text[~held_T], text[held_T]
-    print(f"text: {len(text)} tokens and {len(held)} held out in {time.perf_counter() - start_s:.0f} s", flush=True)
+    spent_s = time.perf_counter() - clock.start_s
+    print(f"text: {len(text)} tokens and {len(held)} held out in {spent_s:.0f} s", flush=True)
     if not len(blocks(text, NUM_DRAFTS)) or not len(blocks(held, NUM_DRAFTS)):
         raise UsageError(f"{len(text) + len(held)} tokens are too few to train on: raise --minutes or --tokens")
-    for kind in seconds:
+    for kind in list(seconds)[1:]:
         make_head(kind, engine.model, text, held, args, seconds[kind])
 
 
@@ -605,17 +435,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="train_head.py", description="Trains an EAGLE-3 head (FOLDER/eagle3), Medusa heads "
                     "(FOLDER/medusa) or both for a model, on text that the model writes. "
                     "Both together take 36 minutes on two cores, unless you say otherwise.",
-                    epilog="With --tokens and --steps the same seed gives the same heads. Interrupted (Ctrl-C) while it "
-                           "trains, it writes what it has.")
+                    epilog="With --tokens and --steps the same seed gives the same heads. Interrupted (Ctrl-C) while "
+                           "it trains, it writes what it has.")
     parser.add_argument("kind", choices=tuple(SHARES))
     parser.add_argument("out", metavar="FOLDER", help="where the heads are written to")
     parser.add_argument("-m", "--model", metavar="MODEL", help="as for run.py")
-    parser.add_argument("--minutes", type=POSITIVE, default=36, metavar="N", help="that all takes (36)")
-    parser.add_argument("--tokens", type=COUNT, metavar="N", help="of text, instead of what the time allows")
-    parser.add_argument("--steps", type=COUNT, metavar="N", help="of training, instead of what the time allows")
-    parser.add_argument("--ids", type=COUNT, default=4096, metavar="N", help="that a head knows: the most frequent (4096)")
-    parser.add_argument("--seed", type=COUNT, default=1, metavar="N", help="of text and heads (1)")
-    parser.add_argument("--threads", type=COUNT, metavar="N", help="as for run.py")
+    for name, kind, default, help in (
+            ("minutes", POSITIVE, 36, "that all takes (36)"),
+            ("tokens", COUNT, None, "of text, instead of what the time allows"),
+            ("steps", COUNT, None, "of training, instead of what the time allows"),
+            ("ids", COUNT, 4096, "that a head knows, the most frequent (4096)"),
+            ("seed", COUNT, 1, "of text and heads (1)"), ("threads", THREADS, None, "as for run.py")):
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=help)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     words = sys.argv[1:] if argv is None else argv
     try:
