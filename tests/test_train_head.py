@@ -245,10 +245,18 @@ def test_interrupted_training_writes_what_it_has(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Clock, "tell", interrupt)
-    words = ["medusa", str(tmp_path), "-m", str(folder), "--tokens", "10000", "--steps", "1000", "--ids", "100"]
+    words = ["medusa", str(tmp_path), "-m", str(folder), "--tokens", "20000", "--steps", "1000", "--ids", "100"]
     assert train_head.main(words) == 130
     tensors = load_file(tmp_path / "medusa" / "model.safetensors")
     assert tensors["medusa_head.0.0.linear.weight"].abs().sum() > 0
+
+
+def test_the_same_seed_gives_the_same_heads(tmp_path):
+    folder = tiny.tiny_llama(tmp_path / "model")
+    words = ["-m", str(folder), "--tokens", "20000", "--steps", "3", "--ids", "100"]
+    assert [train_head.main(["medusa", str(tmp_path / name), *words]) for name in "ab"] == [0, 0]
+    first, second = ((tmp_path / name / "medusa" / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second
 
 
 # ---- that it learns

@@ -135,8 +135,7 @@ class Recorder:
     def forget(self, request: Request) -> None:
         pass
 
-    def text(self, output_VD: Tensor) -> Text:
-        requests = list(self.rows)
+    def text(self, requests: Sequence[Request], output_VD: Tensor) -> Text:
         row_T = torch.tensor([row for request in requests for row in self.rows[request]])
         counts = [len(self.rows[request]) for request in requests]
 
@@ -159,19 +158,24 @@ class Recorder:
 
 
 def write_text(engine: Engine, clock: Clock, num_tokens: float, seed: int) -> Text:
-    """Has the model answer prompts until there are so many tokens, prompts included, or the time is over."""
-    recorder, source = Recorder(engine.model), prompts(engine, seed)
+    """Has the model answer prompts until the time is over, or as many prompts as may take so many tokens with their
+    answers. (To stop at a token would not give the same text twice: steps are cut by how long they take.)"""
+    recorder, source, asked = Recorder(engine.model), prompts(engine, seed), 0
+    requests: list[Request] = []
     engine.draft_with(recorder)
     engine.model.logits = recorder.watched_logits
-    while recorder.num_seen < num_tokens and not clock.is_over:
-        while len(engine.writers) < engine.config.max_requests:
-            engine.submit(*next(source))
+    while not clock.is_over and (asked < num_tokens or engine.has_work):
+        while asked < num_tokens and len(engine.writers) < engine.config.max_requests:
+            ids, params = next(source)
+            requests.append(engine.submit(ids, params))
+            asked += len(ids) + params.max_tokens
         engine.step()
         clock.tell(lambda: f"{recorder.num_seen} tokens of text")
     for request in list(engine.writers):
         engine.abort(request)
     engine.model.logits = recorder.logits
-    return recorder.text(table(engine.model, engine.model.output))
+    return recorder.text([request for request in requests if request in recorder.rows],
+                         table(engine.model, engine.model.output))
 
 
 def table(model: Model, matrix) -> Tensor:
