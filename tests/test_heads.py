@@ -166,6 +166,18 @@ def test_medusa(model, tmp_path, num_blocks, prefix):
         near(head(FEATURES.to(model.dtype)), x @ tensors[f"{prefix}{i}.{num_blocks}.weight"].double().T, model)
 
 
+def test_mtp_in_a_gguf_is_the_same(folder, tmp_path):
+    tensors = tiny.tiny_tensors(CONFIG) | mtp_tensors(CONFIG)
+    twin = tiny.write_gguf(tmp_path / "twin.gguf", tensors=tensors, num_hidden_layers=8, num_nextn_predict_layers=1)
+    rows = []
+    for path in (folder, twin):
+        model = load(path)
+        assert len(model.layers) == 8 and not model.notes
+        with open_checkpoint(path) as checkpoint:
+            rows.append(run(open_mtp(checkpoint, model), model))
+    assert rows[0].equal(rows[1])
+
+
 def test_layers_for_prediction_are_no_news(model):
     """They belong to drafters: the model runs without them and does not call them unused."""
     assert model.notes == [] and len(model.layers) == 8

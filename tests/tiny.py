@@ -139,7 +139,10 @@ def write_safetensors(folder, family: str = "llama", seed: int = 0, dtype: str =
 
 GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
               "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-              "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+              "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+              "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+              "shared_head.norm": "nextn.shared_head_norm", "shared_head.head": "nextn.shared_head_head",
+              "embed_tokens": "nextn.embed_tokens"}
 GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -200,7 +203,10 @@ def finish(writer) -> None:
 def add_gguf_config(writer, config: dict) -> None:
     A = head_dim(config)
     writer.add_name("tiny")
-    writer.add_block_count(config["num_hidden_layers"])
+    num_predicting = config.get("num_nextn_predict_layers", 0)  # here they count as layers
+    writer.add_block_count(config["num_hidden_layers"] + num_predicting)
+    if num_predicting:
+        writer.add_nextn_predict_layers(num_predicting)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
