@@ -33,7 +33,7 @@ class Network(Protocol):
     taps: tuple[int, ...]  # layers of the model whose inputs it reads
 
     def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        """What it reads of the model's hidden rows and the inputs of those layers, row by row: x_TI."""
+        """What it reads of the model's hidden rows and the inputs of those layers, row by row, to be kept: x_TI."""
 
     def features(self, x_TI: Tensor) -> Tensor:
         """What it makes of that, as wide as its own rows: f_TD."""
@@ -60,7 +60,7 @@ class Eagle:
         self.ffn = FeedForward(model.ops, weights, self.config, "blk.0")
 
     def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        return h_TD
+        return h_TD.clone()
 
     def features(self, x_TI: Tensor) -> Tensor:
         return x_TI
@@ -146,7 +146,7 @@ class Mtp:
         self.norm_D = weights.take(f"{name}.nextn.shared_head_norm.weight")
 
     def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        return h_TD
+        return h_TD.clone()
 
     def features(self, x_TI: Tensor) -> Tensor:
         return x_TI

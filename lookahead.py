@@ -5,9 +5,10 @@ Owns what such a drafter remembers of requests, and how trees of drafts grow. Kn
 (heads.py), how drafts are judged (sampling.accept) or when they pay (speculative.py). Start at `Follower`.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 import kernels
 from heads import MedusaHead, Network
 from kvcache import Cache
-from model import MOST_ROWS, Batch, Model
+from model import MOST_ROWS, Batch, Model, id_tensor
 from sampling import NO_DRAFT, Draft, noise_key
 from scheduler import Request
 from speculative import SURE, Chain, Manner, grow
@@ -108,11 +109,16 @@ class Trail:
     """What a network has yet to read of a request: what it has seen of its places from `start` on."""
 
     start: int
-    rows: Tensor  # (N, I)
+    rows: deque[Tensor] = field(default_factory=deque)  # (I,) each
 
     @property
     def end(self) -> int:
         return self.start + len(self.rows)
+
+    def read(self, num: int) -> list[Tensor]:
+        """Takes the first `num` rows from it."""
+        self.start += num
+        return [self.rows.popleft() for _ in range(num)]
 
 
 class Follower:
@@ -125,7 +131,7 @@ class Follower:
     """
 
     is_free, sure = False, SURE
-    MOST_KEPT = 64  # rows of decoded tokens, while no drafts are wanted; older ones it never reads, and may draft worse
+    MOST_KEPT = 64  # rows of decoded tokens, where there is no room for drafts; older ones it never reads
 
     def __init__(self, network: Network, model: Model, shape: TreeShape | None = None, manner: Manner = Manner()):
         self.network, self.model, self.shape, self.manner = network, model, shape, manner
@@ -151,17 +157,19 @@ class Follower:
         prompts = []
         for (request, start, end), x_NI in zip(spans, rows):
             trail = self.trails.get(request)
-            if trail is None or trail.end != start:  # new, or begun again after a preemption
-                trail = self.trails[request] = Trail(start, x_NI)
-            else:
-                trail.rows = torch.cat((trail.rows, x_NI))
+            if trail is None or trail.end != start:  # new, preempted since, or not shown while drafts rested
+                trail = self.trails[request] = Trail(start)
+            trail.rows += x_NI
             last = min(end, len(request.tokens) - 1)  # the token after it is known
             if start < request.num_prompt and last > trail.start:
                 prompts.append((request, last))
-            elif (num_dropped := len(trail.rows) - self.MOST_KEPT) > 0:
-                trail.start, trail.rows = trail.start + num_dropped, trail.rows[num_dropped:]
+            else:
+                trail.read(max(0, len(trail.rows) - self.MOST_KEPT))
         if prompts:
             self._read(prompts)
+            for request, _ in prompts:  # not to keep the whole prompt's rows for the sake of one
+                trail = self.trails[request]
+                trail.rows = deque(row.clone() for row in trail.rows)
 
     def forget(self, request: Request) -> None:
         self.trails.pop(request, None)
@@ -196,14 +204,12 @@ class Follower:
     def _read(self, ends: Sequence[tuple[Request, int]]) -> tuple[Tensor, Tensor]:
         """Reads requests from the model's rows as far as place `end` of each: of each the last features, and the
         network's last row."""
-        trails = [self.trails[request] for request, _ in ends]
-        counts = [end - trail.start for trail, (_, end) in zip(trails, ends)]
-        tokens = [request.tokens[trail.start + 1 : end + 1] for trail, (request, end) in zip(trails, ends)]
-        f_TD = self.network.features(torch.cat([trail.rows[:count] for trail, count in zip(trails, counts)]))
-        g_TD = self._forward([request for request, _ in ends], tokens, [trail.start for trail in trails], f_TD)
-        for trail, count in zip(trails, counts):
-            trail.start, trail.rows = trail.start + count, trail.rows[count:].clone()
-        row_L = torch.tensor(list(accumulate(counts))) - 1
+        starts = [self.trails[request].start for request, _ in ends]
+        tokens = [request.tokens[start + 1 : end + 1] for start, (request, end) in zip(starts, ends)]
+        rows = [row for start, (request, end) in zip(starts, ends) for row in self.trails[request].read(end - start)]
+        f_TD = self.network.features(torch.stack(rows))
+        g_TD = self._forward([request for request, _ in ends], tokens, starts, f_TD)
+        row_L = id_tensor(end - 1 for end in accumulate(map(len, tokens)))
         return f_TD[row_L], g_TD[row_L]
 
     def _forward(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], pasts: Sequence[int], f_TD: Tensor,
@@ -216,7 +222,7 @@ class Follower:
             going = grow(chains, self.network.logits(g_LD), self.model.ops, self.manner, self.sure)
             if not going:
                 return
-            chains, f_LD = [chains[i] for i in going], g_LD[torch.tensor(going)]
+            chains, f_LD = [chains[i] for i in going], g_LD[id_tensor(going)]
             g_LD = self._forward([chain.request for chain in chains], [chain.ids[-1:] for chain in chains],
                                  [len(chain.request.tokens) + len(chain.ids) - 2 for chain in chains], f_LD)
 
@@ -255,22 +261,25 @@ class Medusa:
     def __init__(self, heads: Sequence[MedusaHead], model: Model, shape: TreeShape | None = None,
                  manner: Manner = Manner()):
         self.heads, self.model, self.shape, self.manner = heads, model, shape, manner
-        self.rows: dict[Request, Tensor] = {}
+        self.rows: dict[Request, Tensor] = {}  # the last that was seen of each
+        self.ends: dict[Request, int] = {}  # and the place after it
 
     def bind(self, cache: Cache) -> None:
-        self.rows = {}
+        self.rows, self.ends = {}, {}
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         ends = accumulate(end - start for _, start, end in spans)
         self.rows |= {request: h_TD[end - 1].clone() for (request, _, _), end in zip(spans, ends)}
+        self.ends |= {request: end for request, _, end in spans}
 
     def forget(self, request: Request) -> None:
         self.rows.pop(request, None)
+        self.ends.pop(request, None)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         chains = [Chain(request, limit) for request, limit in zip(requests, limits, strict=True)
-                  if limit > 0 and request in self.rows]
+                  if limit > 0 and self.ends.get(request) == len(request.tokens) - 1]
         trees = [Tree(chain.request, self.shape) for chain in chains] if self.shape else []
         growing = list(range(len(chains)))
         for head in self.heads[: self.shape.depth if self.shape else None]:

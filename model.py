@@ -73,9 +73,10 @@ class Batch:
                     depths, masks = tree_rows(of)
                     positions[start : start + len(depths)] = [past + depth for depth in depths]
                     ancestors[start : start + len(masks)] = masks
-        return Batch(_ids(chain.from_iterable(tokens)), _ids(positions), tuple(map(_ids, slots)),
-                     tuple(group.table for group in cache.groups), _ids(leases), _ids(starts), _ids(ends), _ids(row_L),
-                     num_exact, ancestors and _ids(ancestors), taps)
+        tables = tuple(group.table for group in cache.groups)
+        return Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)), tables,
+                     *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
+                     None if ancestors is None else id_tensor(ancestors), taps)
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
@@ -103,7 +104,8 @@ def tree_rows(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     return depths, [mask - (mask >> 63 << 64) for mask in masks]
 
 
-def _ids(numbers: Iterable[int]) -> Tensor:
+def id_tensor(numbers: Iterable[int]) -> Tensor:
+    """Whole numbers as int64."""
     numbers = array("q", numbers)  # five times faster than torch.tensor
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 

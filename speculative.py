@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernels
 from kvcache import Cache, Lease
-from model import Batch, Model, wide
+from model import Batch, Model, id_tensor, wide
 from pace import Pace
 from replay import Replay
 from sampling import NO_DRAFT, Draft, Drawn, draft_key, noise_key
@@ -45,9 +45,10 @@ class Drafter(Protocol):
         """Only if it needs hidden rows: from now on they are of an engine with this cache, which is still empty."""
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
-        """Only if it needs hidden rows: h_TD holds those of the tokens that were computed in this step and stand, for
+        """Only if it needs hidden rows: h_TD holds those of tokens that were computed in this step and stand, for
         each request (start, end) its places start to end, one request after the other; `taps` the inputs of layers
-        likewise. The token drawn last is not yet among `request.tokens`, nor are drafts that stand."""
+        likewise. They hold until the next step. While drafts rest, those of decoded tokens are left out. The token
+        drawn last is not yet among `request.tokens`, nor are drafts that stand."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """A draft for each request, at most `limits[i]` tokens, to follow its tokens. Once a step, for all that only
@@ -96,34 +97,40 @@ class Odds:
 class Trial:
     """Whether a drafter that takes time is asked, found out by trying and never at much cost: of what plain steps take
     it may lose LOSS, which it has for HORIZON tokens at first and earns with each step. Steps with drafts that bring
-    their tokens faster than plain ones let it go on. For steps in which equally many requests decode."""
+    their tokens faster than plain ones let it go on; now and then a plain one tells anew what that is. For steps in
+    which equally many requests decode. The first step of either kind does not count: it is recorded, or loads a model.
+    """
 
     LOSS, HORIZON = 0.02, 128
     NUM_PLAIN = 3  # steps at first, to know what one takes
+    MOST_DRAFTED = 32  # steps one after the other
     KEPT = 0.9  # of a plain step's weight, with every one after it
 
     def __init__(self):
         self.plain_ms = [0.0, 0.0]  # a token's: weighted sum, weights
-        self.num_plain = self.num_drafted = 0
+        self.num_plain = self.num_drafted = self.num_since_plain = 0
         self.credit = 1.0  # of the loss over HORIZON tokens
         self.rests = False  # it went below 0, and is to become 1 again
 
     @property
     def drafts(self) -> bool:
         """Whether the next step is to have drafts."""
-        return self.num_plain >= self.NUM_PLAIN and not self.rests
+        return self.num_plain >= self.NUM_PLAIN and not self.rests and self.num_since_plain < self.MOST_DRAFTED
 
     def observe(self, drafted: bool, ms: float, num_tokens: int) -> None:
         """A step took `ms`, the drafter's time included, and brought so many tokens."""
-        if not drafted:
-            self.num_plain += 1
-            self.plain_ms = [self.KEPT * self.plain_ms[0] + ms / num_tokens, self.KEPT * self.plain_ms[1] + 1]
-            self.credit += 1 / self.HORIZON
-        else:
+        if drafted:
             self.num_drafted += 1
+            self.num_since_plain += 1
             token_ms = self.plain_ms[0] / self.plain_ms[1]
-            if self.num_drafted > 1:  # the first loads the model
+            if self.num_drafted > 1:
                 self.credit -= (ms / token_ms - num_tokens) / (self.LOSS * self.HORIZON)
+        else:
+            self.num_plain += 1
+            self.num_since_plain = 0
+            if self.num_plain > 1:
+                self.plain_ms = [self.KEPT * self.plain_ms[0] + ms / num_tokens, self.KEPT * self.plain_ms[1] + 1]
+            self.credit += 1 / self.HORIZON
         self.credit = min(self.credit, 4.0)
         self.rests = self.credit < (1 if self.rests else 0)
 
@@ -138,14 +145,19 @@ class Drafting:
         self.odds: dict[Request, Odds] = {}
         self.trials: dict[int, Trial] = {}  # by the logarithm of how many decode
         self.num_asked = 0  # requests that drafts were asked for in this step
+        self.is_wanted = True  # unless drafts rest
 
     def propose(self, requests: Sequence[Request], rooms: Sequence[int], pace: Pace) -> None:
         """Sets the drafts of all who decode, of at most `rooms[i]` tokens."""
         limits = [min(room, self.most_tokens) for room in rooms]
         self.num_asked = len(requests)
         costs = pace.of_drafts(len(requests)) if requests and self.is_coupled else (0.0, 0.0)
-        if requests and self._is_tried and not self._trial(requests).drafts:
-            limits = [0] * len(limits)
+        self.is_wanted = True
+        if requests and self._is_tried:
+            trial = self._trial(requests)
+            self.is_wanted = not trial.rests
+            if not trial.drafts:
+                limits = [0] * len(limits)
         for request, draft in zip(requests, self.drafter.propose(requests, limits)):
             request.draft = draft
             if self.drafter.is_free:
@@ -155,20 +167,23 @@ class Drafting:
 
     def follow(self, chunks: Sequence[Chunk], drawn: Mapping[Chunk, Sequence[Drawn | None]], h_TD: Tensor,
                taps: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-        """Shows the drafter the hidden rows of all tokens that are the text's now. Returns where keys and values have
+        """Shows the drafter the hidden rows of tokens that are the text's now. Returns where keys and values have
         to move, since a tree's path lies among others: (row of the page table, place, the text's place)."""
         rows, spans, moves, first = [], [], [], 0
         for chunk in chunks:
-            path = kept_path(chunk.draft, drawn.get(chunk, ()))
             last = chunk.end - chunk.start - 1
-            rows += [*range(first, first + last), *(first + last + row for row in path)]
-            spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
-            moves += [(chunk.request.lease.row, chunk.end - 1 + row, chunk.end - 1 + depth)
-                      for depth, row in enumerate(path) if row != depth]
+            if last or self.is_wanted:  # while drafts rest, decoded tokens' rows would be for nothing
+                path = kept_path(chunk.draft, drawn.get(chunk, ()))
+                rows += [*range(first, first + last), *(first + last + row for row in path)]
+                spans.append((chunk.request, chunk.start, chunk.end + len(path) - 1))
+                moves += [(chunk.request.lease.row, chunk.end - 1 + row, chunk.end - 1 + depth)
+                          for depth, row in enumerate(path) if row != depth]
             first += last + 1 + chunk.num_drafted
-        if self.drafter.taps is not None:
-            row_T = torch.tensor(rows, device=h_TD.device)
-            self.drafter.observe(spans, h_TD[row_T], [tap_TD[row_T] for tap_TD in taps])
+        if self.drafter.taps is not None and spans:
+            if len(rows) < len(h_TD):
+                row_T = id_tensor(rows).to(h_TD.device)
+                h_TD, taps = h_TD.index_select(0, row_T), [tap_TD.index_select(0, row_T) for tap_TD in taps]
+            self.drafter.observe(spans, h_TD, taps)
         return moves
 
     def judge(self, request: Request, draft: Draft, drawn: Sequence[int | None]) -> None:
