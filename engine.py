@@ -314,14 +314,13 @@ class Engine:
 
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""
-        request, text, token_ids = chunk.request, "", []
-        if self.drafting is not None:
-            self.drafting.judge(request, chunk.draft, [token and token.id for token in drawn])
+        request, text, token_ids, reason = chunk.request, "", [], None
         for place, token in enumerate(drawn):
             if token is None:
                 request.error = ("non-finite logits: the weights or the arithmetic overflowed, or every token is "
                                  "banned; try --dtype float32 or fewer bans")
-                return self._finish(request, "error", text, token_ids)
+                reason = "error"
+                break
             if request.first_token_s is None:
                 request.first_token_s = time.perf_counter()
             request.tokens.append(token.id)
@@ -340,8 +339,10 @@ class Engine:
             if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
                 reason = "length"
             if reason:
-                return self._finish(request, reason, text, token_ids)
-        return Output(request, text, token_ids)
+                break
+        if self.drafting is not None:  # of what the answer does not have any more nothing is told
+            self.drafting.judge(request, chunk.draft, [token and token.id for token in drawn[: place + 1]])
+        return self._finish(request, reason, text, token_ids) if reason else Output(request, text, token_ids)
 
     def _propose(self) -> None:
         """Has drafts proposed for all who decode, of no more tokens than they may still get."""

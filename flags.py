@@ -140,7 +140,8 @@ PAGE_SIZE = value(int, [8, 16, 32, 64, 128, 256].__contains__, "is not a power o
 SCALE = value(float, lambda x: 0 < x <= 100, "is not a number above 0, at most 100")
 POSITIVE = value(float, lambda x: 0 < x < math.inf, "is not a finite number above 0")
 ONE_RANK = value(int, lambda n: n == 1, "is not 1, and more ranks are not built yet")
-DRAFT = value(str, lambda name: name not in ("", "medusa", "eagle", "medusa:", "eagle:"),
+DRAFT = value(str, lambda name: name not in ("", "medusa", "eagle", "medusa:", "eagle:")
+              and not name.startswith(("ngram:", "mtp:")),
               "is not ngram, mtp, medusa:FOLDER, eagle:FOLDER or a model")
 TREE = value(tree_shape, lambda shape: min(shape) >= 1 and shape[0] * (shape[1] - 1) < 64,
              "is not WIDTHxDEPTH like 4x3, with fewer than 64 tokens above the last level")

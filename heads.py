@@ -16,7 +16,7 @@ from torch import Tensor
 
 import quant
 from checkpoint import Checkpoint, open_heads
-from families import ModelConfig
+from families import Fields, ModelConfig
 from kernels import KV
 from model import Attention, Batch, FeedForward, Layer, Linear, Model, layer_shapes, rope_tables, wide
 from speculative import LOWEST
@@ -54,7 +54,8 @@ class Eagle:
     def __init__(self, model: Model, weights: Weights):
         self.model, self.config, self.rope = model, weights.checkpoint.config, Rope(model, weights)
         D = model.config.hidden
-        weights.require({"fc.weight": (D, 2 * D)} | without(layer_shapes(self.config, "blk.0"), "attn_norm"))
+        shapes = {"fc.weight": (D, 2 * D)} | without(layer_shapes(self.config, "blk.0"), "attn_norm")
+        weights.require(shapes | ({"fc.bias": (D,)} if weights.has("fc.bias") else {}), OTHER_HEAD)
         self.fc = Linear(model.ops, weights, "fc", bias=weights.has("fc.bias"))
         self.attention = Attention(model.ops, weights, self.config, 0, "blk.0")
         self.ffn = FeedForward(model.ops, weights, self.config, "blk.0")
@@ -82,13 +83,16 @@ class Eagle3:
     name = "eagle"
 
     def __init__(self, model: Model, weights: Weights):
-        ops, config, settings = model.ops, weights.checkpoint.config, weights.checkpoint.metadata
+        ops, config, path = model.ops, weights.checkpoint.config, weights.checkpoint.path
+        settings = Fields(path / "config.json", weights.checkpoint.metadata)
         self.model, self.config, self.rope = model, config, Rope(model, weights)
-        self.taps = eagle3_taps(weights.checkpoint.path, settings, len(model.layers))
-        D, num_tokens = config.hidden, settings.get("draft_vocab_size") or model.config.vocab
+        self.taps = eagle3_taps(path, settings, len(model.layers))
+        self.adds_normed = settings.flag("norm_before_residual", False)
+        D, num_tokens = config.hidden, settings.count("draft_vocab_size", model.config.vocab)
+        optional = {"fc.bias": (D,), "d2t": (num_tokens,)}
         weights.require({"fc.weight": (D, 3 * D), "blk.0.hidden_norm.weight": (D,), "norm.weight": (D,),
-                         "lm_head.weight": (num_tokens, D)} | layer_shapes(config, "blk.0", 2 * D))
-        self.adds_normed = bool(settings.get("norm_before_residual"))
+                         "lm_head.weight": (num_tokens, D)} | layer_shapes(config, "blk.0", 2 * D)
+                        | {name: shape for name, shape in optional.items() if weights.has(name)}, OTHER_HEAD)
         self.fc = Linear(ops, weights, "fc", bias=weights.has("fc.bias"))
         self.embd_norm_D = weights.take("blk.0.attn_norm.weight")
         self.hidden_norm_D = weights.take("blk.0.hidden_norm.weight")
@@ -98,12 +102,10 @@ class Eagle3:
         self.head = Linear(ops, weights, "lm_head")
         self.id_C = torch.arange(num_tokens)
         if weights.has("d2t"):  # how far each id of the head lies from the model's
-            offset_C = weights.dequantized("d2t", torch.int64)
-            self.id_C = torch.arange(len(offset_C)) + offset_C
-        if num_tokens != len(self.id_C) or not 0 <= int(self.id_C.min()) <= int(self.id_C.max()) < model.config.vocab:
-            raise ValueError(f"{weights.checkpoint.path}: d2t names {len(self.id_C)} ids from {int(self.id_C.min())} "
-                             f"to {int(self.id_C.max())} for {num_tokens} logits and a model of {model.config.vocab} "
-                             "tokens: get the head trained for it")
+            self.id_C += weights.dequantized("d2t", torch.int64)
+        if not 0 <= int(self.id_C.min()) <= int(self.id_C.max()) < model.config.vocab:
+            raise ValueError(f"{path}: d2t names ids {int(self.id_C.min())} to {int(self.id_C.max())} but the model "
+                             f"has {model.config.vocab} tokens: {OTHER_HEAD}")
 
     def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(taps), -1)
@@ -174,13 +176,17 @@ class Rope:
         return self.model.ops.rope_angles(batch.position_T, self.inv_freq, self.scale, self.model.dtype)
 
 
+OTHER_HEAD = "give the folder of a head of this kind that was trained for the model"
+
+
 def eagle3_taps(path: Path, settings: dict, num_layers: int) -> tuple[int, ...]:
     """The three layers whose inputs an EAGLE-3 head reads: near the model's first, its middle and its last."""
-    nested = settings.get("eagle_config") or settings
-    taps = tuple(nested.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3))
+    nested = settings.get("eagle_config")
+    found = (nested if isinstance(nested, dict) else settings).get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(found) if isinstance(found, list) else (2, num_layers // 2, num_layers - 3) if not found else (found,)
     if len(taps) != 3 or not all(type(tap) is int and 0 <= tap < num_layers for tap in taps):
         raise ValueError(f"{path}: the head reads the inputs of layers {list(taps)} but must read three of the model's "
-                         f"layers 0 to {num_layers - 1}: get the head trained for it")
+                         f"layers 0 to {num_layers - 1}: {OTHER_HEAD}")
     if sorted(set(taps)) != list(taps):
         raise ValueError(f"{path}: the head reads layers {list(taps)}, which must ascend: correct config.json")
     return taps
@@ -202,7 +208,7 @@ def open_eagle(folder: str | Path, model: Model) -> Eagle | Eagle3:
             raise ValueError(f"{checkpoint.path}: {part} is set: heads of this kind are not supported")
     if checkpoint.config.hidden != model.config.hidden:
         raise ValueError(f"{checkpoint.path}: the head is {checkpoint.config.hidden} wide but the model "
-                         f"{model.config.hidden}: get the head trained for it")
+                         f"{model.config.hidden}: {OTHER_HEAD}")
     has = {kind: f"{name}.{part}.bias" in checkpoint.tensors for kind, part in
            (("qkv_bias", "self_attn.q_proj"), ("o_bias", "self_attn.o_proj"), ("mlp_bias", "mlp.down_proj"))}
     checkpoint.config = replace(checkpoint.config, mtp_layers=0, **has)
@@ -261,7 +267,7 @@ def open_medusa(folder: str | Path, model: Model) -> list[MedusaHead]:
         shapes = {f"{name}.{max(blocks, 1)}.weight": (V, D)}
         for j in range(max(blocks, 1)):
             shapes |= {f"{name}.{j}.linear.weight": (D, D), f"{name}.{j}.linear.bias": (D,)}
-        weights.require(shapes)
+        weights.require(shapes, OTHER_HEAD)
         heads.append(MedusaHead([Linear(model.ops, weights, f"{name}.{j}.linear", bias=True) for j in range(blocks)],
                                 Linear(model.ops, weights, f"{name}.{blocks}")))
     return heads

@@ -191,10 +191,11 @@ class Follower:
         return [drafts.get(request, NO_DRAFT) for request in requests]
 
     def _is_ready(self, request: Request, limit: int) -> bool:
-        """Whether it has the row that the last token was drawn from, and there are pages for what it computes."""
+        """Whether it has yet to read the row that the last token was drawn from (not so if that is a prompt's, and the
+        rest of the prompt is read), and there are pages for what it computes."""
         trail, num_tokens = self.trails.get(request), len(request.tokens)
         end = num_tokens + max(limit, self.most_opened)
-        if trail is None or trail.end != num_tokens - 1 or end > self.capacity:
+        if trail is None or not trail.rows or trail.end != num_tokens - 1 or end > self.capacity:
             return False
         if not self.cache.grow(request.lease, end):
             return False

@@ -366,6 +366,8 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | N
     from vocab import load_tokenizer
 
     method = (args.draft or "").partition(":")[0]
+    if args.draft is None and (args.verify != "coupled" or args.draft_chances):
+        raise UsageError("--verify and --draft-chances need --draft: name a drafter or leave them out")
     if args.draft_tree and method not in WITH_TREES:
         raise UsageError(f"--draft-tree needs --draft {', '.join(WITH_TREES)}: leave it out")
     if args.draft_tree and args.draft_tokens >= 64:

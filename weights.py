@@ -73,7 +73,7 @@ class Weights:
         """Whether the model should take this tensor. A tied model has no output.weight, whatever its file holds."""
         return name in self.file_names and not (name == "output.weight" and self.checkpoint.config.tied)
 
-    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def require(self, shapes: dict[str, tuple[int, ...]], remedy: str = "get a complete copy of the model") -> None:
         """ValueError with all of the tensors that are missing or have another shape than `shapes` says."""
         wrong = []
         for name, shape in shapes.items():
@@ -83,7 +83,7 @@ class Weights:
                 wrong.append(f"{self.file_names[name]} is {found}, not {shape}")
         if wrong:
             raise ValueError(f"{self.checkpoint.path}: {len(wrong)} of {len(shapes)} tensors do not fit the model's "
-                             f"config: {first_few(wrong, '; ')}: get a complete copy of the model")
+                             f"config: {first_few(wrong, '; ')}: {remedy}")
 
     def take(self, name: str) -> Tensor:
         """The tensor, its rows in the layout of `forward`. The file's own pages leave memory."""

@@ -192,6 +192,7 @@ def plain(tmp_path):
 
 
 def broken(tensors, **changes):
+    tensors = tensors | ({"fc.bias": changes["fc_bias"]} if "fc_bias" in changes else {})
     return {name: changes.get(name.replace(".", "_"), tensor) for name, tensor in tensors.items()
             if changes.get(name.replace(".", "_"), tensor) is not None}
 
@@ -200,8 +201,13 @@ def broken(tensors, **changes):
     ({"fc_weight": torch.zeros(D, D)}, {}, "fc.weight is (64, 64), not (64, 192)"),
     ({"norm_weight": None}, {}, "norm.weight (64,) is missing"),
     ({"midlayer_self_attn_q_proj_weight": None}, {}, "midlayer.self_attn.q_proj.weight"),
-    ({"d2t": torch.full((50,), 300)}, {}, "d2t names 50 ids from 300 to 349"),
-    ({"d2t": torch.zeros(49, dtype=torch.int64)}, {}, "d2t names 49 ids"),
+    ({"d2t": torch.full((50,), 300)}, {}, "d2t names ids 300 to 349"),
+    ({"d2t": torch.zeros(49, dtype=torch.int64)}, {}, "d2t is (49,), not (50,)"),
+    ({"d2t": torch.zeros(0, dtype=torch.int64)}, {}, "d2t is (0,), not (50,)"),
+    ({"d2t": torch.tensor(3)}, {}, "d2t is (), not (50,)"), ({"fc_bias": torch.zeros(3)}, {}, "fc.bias is (3,)"),
+    ({}, {"draft_vocab_size": "x"}, "'draft_vocab_size' is 'x'"), ({}, {"draft_vocab_size": -5}, "'draft_vocab_size'"),
+    ({}, {"norm_before_residual": "no"}, "but must be true or false"),
+    ({}, {"eagle_aux_hidden_state_layer_ids": 5}, "layers [5]"),
     ({}, {"hidden_size": 32}, "the head is 32 wide but the model 64"),
     ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "[1, 2]"),
     ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "layers 0 to 7"),

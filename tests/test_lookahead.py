@@ -380,6 +380,19 @@ def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, famil
             assert logprobs == (expected if native else pytest.approx(expected, abs=1e-9))
 
 
+@pytest.mark.parametrize("shape", [None, TreeShape(2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_lacks_its_last_token_alone(loaded, method, shape):
+    """Of chunks of twelve: it is asked like those that decode, and has no row to go on from."""
+    model, heads = loaded
+    prompts = [PROMPTS[3][:n] for n in (5, 13, 25)]
+    expected = tokens_of(Engine(model, EngineConfig(num_pages=64, page_size=8)).generate(prompts, GREEDY))
+    for verify in ("coupled", "rejection"):
+        engine = engine_with(model, heads[method], shape, draft_tokens=2, max_step_tokens=12, verify=verify,
+                             max_requests=1)
+        assert [ids for ids, _ in tokens_of(engine.generate(prompts, GREEDY))] == [ids for ids, _ in expected]
+
+
 @pytest.mark.parametrize("shape", [None, TreeShape(4, 4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_end_where_the_context_does(folder, tmp_path, method, shape):

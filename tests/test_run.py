@@ -129,7 +129,8 @@ def test_the_first_word_decides_the_command(call, monkeypatch):
     "--cache-memory 1 --num-pages 5", "--max-step-tokens 0", "--max-requests 0", "-c 0", "--threads 0", "--deadline -1",
     "--dtype int4", "--device tpu", "--kernels fast", "--cache-dtype float8", "--unknown", "extra", "--promp x",
     "--tp 0", "--class fast", "--class :share=1", "--class fast:speed=1", "--class fast:share=x",
-    "--class fast:share=2", "--draft eagle", "--draft medusa:", "--draft-tree 2,2", "--draft-tree 0x3",
+    "--class fast:share=2", "--draft eagle", "--draft medusa:", "--draft ngram:5",
+    "--draft mtp:x", "--draft-tree 2,2", "--draft-tree 0x3",
     "--draft-tree 8x9", "--draft-tree 4",
 ])
 def test_values_out_of_range_are_bad_usage(call, words):
@@ -366,7 +367,8 @@ def test_chances_of_drafts_are_reported_beside_what_stood(call, tmp_path):
 @pytest.mark.parametrize("words, expected", [
     ("--draft mtp", "no layers for multi-token prediction"), ("--draft eagle:none", "no such folder"),
     ("--draft medusa:none", "no such folder"), ("--draft ngram --draft-tree 2x2", "--draft-tree needs --draft mtp"),
-    ("--draft mtp --draft-tree 2x2 --draft-tokens 64", "at most 63")])
+    ("--draft mtp --draft-tree 2x2 --draft-tokens 64", "at most 63"), ("--verify block", "need --draft"),
+    ("--draft-chances", "need --draft")])
 def test_drafts_that_cannot_be_are_refused(call, abc, words, expected):
     result = call("-m", abc, "-p", "x", *words.split())
     assert result.status != 0 and expected in result.err and result.out == "" and "Traceback" not in result.err

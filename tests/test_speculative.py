@@ -291,6 +291,8 @@ def test_an_answer_stops_within_a_draft_as_without(loaded, every):
             [plain] = generate(loaded, [PROMPTS[3]], params)
             [ours] = generate(loaded, [PROMPTS[3]], params, prophet, draft_tokens=6)
             assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+            report = ours.request.draft_report  # what the answer does not have any more does not count
+            assert report["steps"] + report["accepted"] == len(ours.token_ids)
 
 
 def test_pages_of_drafts_that_stood_are_found_again(loaded):
