@@ -9,6 +9,7 @@ import torch
 from tiny_heads import eagle_tensors, mtp_tensors, write_eagle, write_medusa
 
 import kernels
+import native
 from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from heads import open_eagle, open_medusa, open_mtp
@@ -282,24 +283,33 @@ def test_right_heads_bring_all_their_tokens(cyclic, tmp_path, method, shape):
 # ---- tokens
 
 
-@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=SLOW), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [None, TreeShape(3, 3), pytest.param(TreeShape(8, 2), marks=SLOW)],
-                         ids=["chain", "3x3", "8x2"])
+MANY, ONE, CHUNKED = {"draft_tokens": 8}, {"draft_tokens": 1}, {"draft_tokens": 5, "max_step_tokens": 7}
+CROWDED = {"draft_tokens": 5, "num_pages": 14, "max_requests": 3}
+NARROW, WIDE = TreeShape(3, 3), TreeShape(8, 2)
+CASES = [(kernels, *case) for case in (
+    (MANY, None, SAMPLED), (MANY, NARROW, SAMPLED), (MANY, None, GREEDY), (MANY, NARROW, GREEDY), (MANY, WIDE, SAMPLED),
+    (ONE, None, SAMPLED), (CHUNKED, NARROW, SAMPLED), (CROWDED, None, GREEDY), (CROWDED, NARROW, SAMPLED))]
+CASES += [(native, *case) for case in ((MANY, None, SAMPLED), (MANY, NARROW, SAMPLED), (CROWDED, NARROW, GREEDY),
+                                       (CROWDED, None, SAMPLED))]
+
+
+def name_of(case):
+    ops, config, shape, params = case
+    return f"{ops.__name__}-{config}-{shape and f'{shape.width}x{shape.depth}'}-{params.temperature}"
+
+
 @pytest.mark.parametrize("method", SOME_METHODS)
-@pytest.mark.parametrize("config", [
-    {"draft_tokens": 8}, *(pytest.param(config, marks=SLOW) for config in (
-        {"draft_tokens": 1}, {"draft_tokens": 5, "max_step_tokens": 7},
-        {"draft_tokens": 5, "num_pages": 14, "max_requests": 3}))], ids=str)
-@pytest.mark.parametrize("ops", ["kernels", pytest.param("native", marks=SLOW)])
-def test_drafts_change_no_token(request, ops, method, shape, params, config):
+@pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(case, marks=SLOW) for case in CASES[2:])], ids=name_of)
+def test_drafts_change_no_token(request, case, method):
     """Natively not a bit of a logit either."""
-    suffix = "" if ops == "kernels" else "_native"
+    ops, config, shape, params = case
+    suffix = "" if ops is kernels else "_native"
     (model, heads), plain = (request.getfixturevalue(name + suffix) for name in ("loaded", "plain"))
     engine = engine_with(model, heads[method], shape, **config)
     got = tokens_of(engine.generate(PROMPTS, params))
     for (ids, logprobs), (expected_ids, expected) in zip(got, plain[params]):
         assert ids == expected_ids
-        assert logprobs == (expected if ops == "native" else pytest.approx(expected, abs=1e-9))
+        assert logprobs == (expected if ops is native else pytest.approx(expected, abs=1e-9))
     assert engine.sums["drafted_tokens"] > 0
     assert engine.cache.num_available == engine.cache.num_pages
     drafter = engine.drafting.drafter
@@ -363,11 +373,11 @@ def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, famil
                                                         params):
     """Its keys and values are those of plain decoding, in other layers' windows too, and in what is shared. Without a
     type of the cache in float64 through torch, else natively, where no bit may differ."""
-    native = cache_dtype is not None
+    is_native = cache_dtype is not None
     path = tiny.write_safetensors(tmp_path, family, **overrides)
     with open_checkpoint(path) as checkpoint:
-        dtype = torch.float32 if native else torch.float64
-        model = load_model(checkpoint, dtype, ops=request.getfixturevalue("native_ops") if native else kernels)
+        dtype = torch.float32 if is_native else torch.float64
+        model = load_model(checkpoint, dtype, ops=request.getfixturevalue("native_ops") if is_native else kernels)
     sizes = {"page_size": 8, "cache_dtype": cache_dtype}
     plain = tokens_of(Engine(model, EngineConfig(num_pages=64, **sizes)).generate(PROMPTS, params))
     answers = {tuple(prompt): ids for prompt, (ids, _) in zip(PROMPTS, plain)}
@@ -377,7 +387,7 @@ def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, famil
     for got in map(tokens_of, completions):
         for (ids, logprobs), (expected_ids, expected) in zip(got, plain):
             assert ids == expected_ids
-            assert logprobs == (expected if native else pytest.approx(expected, abs=1e-9))
+            assert logprobs == (expected if is_native else pytest.approx(expected, abs=1e-9))
 
 
 @pytest.mark.parametrize("shape", [None, TreeShape(2, 2)], ids=["chain", "tree"])
