@@ -44,6 +44,7 @@ class EngineConfig:
     max_requests: int = 64
     prefix_cache: bool = True
     draft_tokens: int = 4  # proposed at a time, at most
+    drafter_token_bytes: int = 0  # of cache that a drafter has for each of the cache's tokens, of the same memory
     verify: str = "coupled"  # or "rejection" or "block": sampling.accept
     draft_chances: bool = False  # note what chance drafts had to stand, which takes time
     prefill: str = "exact"  # or "bfloat16": large chunks of prompts in bfloat16, whose tokens depend on the chunking
@@ -139,7 +140,8 @@ class Engine:
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
-        page_bytes = config.page_size * sum(spec.bytes_per_token(self.cache_dtype) for spec in specs)
+        token_bytes = sum(spec.bytes_per_token(self.cache_dtype) for spec in specs) + config.drafter_token_bytes
+        page_bytes = config.page_size * token_bytes
         num_pages = config.num_pages
         if num_pages is None:
             num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_memory_bytes())

@@ -353,6 +353,10 @@ def load_engine(args: argparse.Namespace) -> Engine:
     weights_dtype = None if dtype == "quantized" else getattr(torch, dtype)
     model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
     warn(model.notes)
+    if draft is not None:
+        c, nbytes = draft.config, 2 if stays_quantized(draft, model, args) else model.dtype.itemsize
+        token_bytes = 2 * len(c.layers) * c.kv_heads * c.head_dim * nbytes
+        engine_config = replace(engine_config, drafter_token_bytes=token_bytes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
     if (drafter := make_drafter(engine, checkpoint, draft, args)) is not None:
         engine.draft_with(drafter)
@@ -384,6 +388,10 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | N
     return checkpoint
 
 
+def stays_quantized(draft: Checkpoint, model: Model, args: argparse.Namespace) -> bool:
+    return arithmetic(draft.config, args)[0] == "quantized" and hasattr(model.ops, "pack")
+
+
 WITH_TREES = ("mtp", "medusa", "eagle")
 
 
@@ -401,11 +409,11 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
     method, _, folder = (args.draft or "").partition(":")
     shape = TreeShape(*args.draft_tree) if args.draft_tree else None
     if draft is not None:
-        as_stored = arithmetic(draft.config, args)[0] == "quantized" and hasattr(model.ops, "pack")
+        dtype = None if stays_quantized(draft, model, args) else model.dtype
         context = min(model.context, draft.config.max_context)
 
         def load() -> Model:
-            return load_model(draft, None if as_stored else model.dtype, context=context, ops=model.ops)
+            return load_model(draft, dtype, context=context, ops=model.ops)
 
         return DraftModel(draft.path.name, load, model.config.vocab, engine.cache.num_pages, engine.config.page_size,
                           engine.config.max_requests, manner)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine as engine_module
 import flags
 import run
 import tiny
@@ -386,6 +387,23 @@ def test_a_draft_model_may_have_more_or_fewer_logits_without_tokens(call, tmp_pa
     [fields] = call(*words, "--draft", other, "--verify", verify).lines
     assert max(fields["token_ids"]) < 100 and fields["draft"]["accepted"] > 0
     assert fields["token_ids"] == plain["token_ids"] or verify == "rejection"
+
+
+def test_a_draft_models_cache_is_part_of_the_memory(tmp_path, monkeypatch):
+    """Drafting for itself, it has half of the pages that it has alone."""
+    path = tiny.tiny_llama(tmp_path / "model")
+    pages, made = [], engine_module.Engine
+
+    def watched(*args, **options):
+        pages.append(made(*args, **options))
+        return pages[-1]
+
+    monkeypatch.setattr(engine_module, "Engine", watched)
+    for more in ((), ("--draft", str(path))):
+        assert run.main(["generate", "-m", str(path), "-p", "x", "-n", "20", "--cache-memory", "0.001", *more,
+                         "--max-requests", "2"]) == 0
+    alone, drafted = (engine.cache.num_pages for engine in pages)
+    assert alone > 50 and alone // 2 - 1 <= drafted <= alone // 2
 
 
 def test_a_draft_model_of_other_tokens_is_refused(call, abc, tmp_path):
