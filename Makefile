@@ -19,8 +19,9 @@ PYTHON ?= python3
 INDEX ?=
 
 RUN := .venv/bin/python run.py
-# Two processes; the tests of a file stay together, since they share models.
-PARALLEL := -n 2 --dist loadfile
+# Two processes; the tests of a file stay together, since they share models. Not the files with many tests first: those
+# with few take longest, and one of them would run alone at the end.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
 PEERS := llama.cpp transformers openvino
