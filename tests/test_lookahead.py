@@ -198,7 +198,8 @@ def test_drafts_are_those_of_a_drafter_that_forgets(loaded, plain, method, confi
     assert bool(engine.stats.preemptions) == ("num_pages" in config)
 
 
-@pytest.mark.parametrize("method", SOME_METHODS)
+@SLOW
+@pytest.mark.parametrize("method", METHODS)
 def test_trees_are_those_of_a_drafter_that_forgets(loaded, method):
     model, heads = loaded
     shape = TreeShape(3, 3)
@@ -364,9 +365,10 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers"
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("config", [{"draft_tokens": 12}, {"draft_tokens": 12, "num_pages": 18, "max_requests": 3}],
-                         ids=str)
-@pytest.mark.parametrize("cache_dtype", [None, torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("config", [{"draft_tokens": 12}, pytest.param(
+    {"draft_tokens": 12, "num_pages": 18, "max_requests": 3}, marks=SLOW)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [pytest.param(None, marks=SLOW), pytest.param(torch.float32, marks=SLOW),
+                                         torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("family, overrides", [("llama", {}), ("qwen2", WINDOWED), ("qwen2", WINDOWED | {
     "max_window_layers": 0, "sliding_window": 3})], ids=["llama", "windows", "windows alone"])
 def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, family, overrides, cache_dtype, config,
@@ -391,7 +393,7 @@ def test_what_stands_of_a_tree_lies_where_the_text_does(request, tmp_path, famil
 
 
 @pytest.mark.parametrize("shape", [None, TreeShape(2, 2)], ids=["chain", "tree"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SOME_METHODS)
 def test_a_prompt_that_lacks_its_last_token_alone(loaded, method, shape):
     """Of chunks of twelve: it is asked like those that decode, and has no row to go on from."""
     model, heads = loaded
@@ -404,7 +406,7 @@ def test_a_prompt_that_lacks_its_last_token_alone(loaded, method, shape):
 
 
 @pytest.mark.parametrize("shape", [None, TreeShape(4, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SOME_METHODS)
 def test_drafts_end_where_the_context_does(folder, tmp_path, method, shape):
     """A context of 32 tokens and a cache of no more; answers that end with it, after one token, or are aborted."""
     with open_checkpoint(folder) as checkpoint:

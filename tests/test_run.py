@@ -340,7 +340,7 @@ def with_heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])  # torch's operations, native ones
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_heads_change_nothing_but_the_steps(call, with_heads, dtype, temperature):
     """Of random heads hardly a draft stands; more does test_lookahead.py."""
     path, drafts = with_heads

@@ -237,6 +237,7 @@ def test_what_cannot_be_is_said_in_one_line(capsys, tmp_path):
     assert "too few to train on: raise --minutes or --tokens" in lines[2]
 
 
+@pytest.mark.slow
 def test_interrupted_training_writes_what_it_has(tmp_path, monkeypatch):
     folder = tiny.tiny_llama(tmp_path / "model")
 
@@ -251,6 +252,7 @@ def test_interrupted_training_writes_what_it_has(tmp_path, monkeypatch):
     assert tensors["medusa_head.0.0.linear.weight"].abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_heads(tmp_path):
     folder = tiny.tiny_llama(tmp_path / "model")
     words = ["-m", str(folder), "--tokens", "20000", "--steps", "3", "--ids", "100"]

@@ -118,7 +118,7 @@ def test_coupled_tokens_are_those_without_drafts(request, ops_name, seed):
 
 
 @pytest.mark.parametrize("ops_name", ["kernels", "native"])
-@pytest.mark.parametrize("method", ["coupled", *SAMPLED])
+@pytest.mark.parametrize("method", ["coupled", *(pytest.param(method, marks=pytest.mark.slow) for method in SAMPLED)])
 @pytest.mark.parametrize("seed", range(2))
 def test_of_a_tree_the_path_stands_that_is_drawn_without_drafts(request, ops_name, method, seed):
     """Under every method; trees of up to 12 tokens, in which the right path ends somewhere, among requests of all
@@ -162,6 +162,7 @@ def test_rows_and_paths_of_a_tree():
     assert Draft((4, 4)).rows == [(0, 1), (1, 2)] and Draft((4, 4)).path(lambda row: 4) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [Draft((1, 2)),
                                    Draft((1, 2), torch.tensor([[0.1, 0.5, 0.4], [0.02, 0.3, 0.68]]).double()),
                                    Draft((1, 2, 2), None, (0, 0, 1))], ids=["certain", "drawn", "tree"])
