@@ -262,31 +262,28 @@ class Medusa:
     def __init__(self, heads: Sequence[MedusaHead], model: Model, shape: TreeShape | None = None,
                  manner: Manner = Manner()):
         self.heads, self.model, self.shape, self.manner = heads, model, shape, manner
-        self.rows: dict[Request, Tensor] = {}  # the last that was seen of each
-        self.ends: dict[Request, int] = {}  # and the place after it
+        self.rows: dict[Request, tuple[int, Tensor]] = {}  # the last that was seen of each, and the place after it
 
     def bind(self, cache: Cache) -> None:
-        self.rows, self.ends = {}, {}
+        self.rows = {}
 
     def observe(self, spans: Sequence[tuple[Request, int, int]], h_TD: Tensor, taps: Sequence[Tensor]) -> None:
         ends = accumulate(end - start for _, start, end in spans)
-        self.rows |= {request: h_TD[end - 1].clone() for (request, _, _), end in zip(spans, ends)}
-        self.ends |= {request: end for request, _, end in spans}
+        self.rows |= {request: (place, h_TD[end - 1].clone()) for (request, _, place), end in zip(spans, ends)}
 
     def forget(self, request: Request) -> None:
         self.rows.pop(request, None)
-        self.ends.pop(request, None)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         chains = [Chain(request, limit) for request, limit in zip(requests, limits, strict=True)
-                  if limit > 0 and self.ends.get(request) == len(request.tokens) - 1]
+                  if limit > 0 and self.rows.get(request, (None,))[0] == len(request.tokens) - 1]
         trees = [Tree(chain.request, self.shape) for chain in chains] if self.shape else []
         growing = list(range(len(chains)))
         for head in self.heads[: self.shape.depth if self.shape else None]:
             if not growing:
                 break
-            logits_LV = head(torch.stack([self.rows[chains[i].request] for i in growing]))
+            logits_LV = head(torch.stack([self.rows[chains[i].request][1] for i in growing]))
             if self.shape is None:
                 going = grow([chains[i] for i in growing], logits_LV, self.model.ops, self.manner, self.sure)
                 growing = [growing[i] for i in going]
