@@ -1,5 +1,6 @@
 // rope_cpu, store_kv_cpu, rope_store_cpu and move_kv_cpu: positions turned into rotations, keys and values into the
 // paged cache, and from one of its slots into another.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -13,40 +14,38 @@ namespace {
 
 constexpr int64_t TOKENS = 16;      // of a task
 
-float to_cell(float x, float) { return x; }
-
 uint32_t bits_of(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     return bits;
 }
 
-// Rounded to the nearest, ties to even.
-uint16_t to_cell(float x, uint16_t) {
-    const uint32_t bits = bits_of(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-
-bool is_finite(float x) { return std::isfinite(x); }
-bool is_finite(uint16_t x) { return (x & 0x7f80) != 0x7f80; }
+constexpr uint32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;   // magnitudes are ordered as their bits are
 
 // A head's key or value as cells. Returns their scale, NaN where one is not finite.
-template <class Cell>
-float to_cells(Cell* cells, const float* x, int64_t A) {
-    bool finite = true;
+float to_cells(float* cells, const float* x, int64_t A) {
+    uint32_t most = 0;
     for (int64_t a = 0; a < A; a++) {
-        cells[a] = to_cell(x[a], Cell());
-        finite &= is_finite(cells[a]);
+        cells[a] = x[a];
+        most = std::max(most, bits_of(x[a]) & MAGNITUDE);
     }
-    return finite ? 1 : NAN;
+    return most < INFINITE ? 1 : NAN;
+}
+
+// Rounded to the nearest, ties to even.
+float to_cells(uint16_t* cells, const float* x, int64_t A) {
+    uint32_t most = 0;
+    for (int64_t a = 0; a < A; a++) {
+        const uint32_t bits = bits_of(x[a]), rounded = bits + 0x7fff + (bits >> 16 & 1);
+        cells[a] = (bits & MAGNITUDE) > INFINITE ? 0x7fc0 : rounded >> 16;
+        most = std::max(most, (bits & MAGNITUDE) + 0x7fff + (bits >> 16 & 1));
+    }
+    return most < INFINITE ? 1 : NAN;
 }
 
 float to_cells(int8_t* cells, const float* x, int64_t A) {
-    int32_t most = 0;   // magnitudes are ordered as their bits are, and infinity and NaN come last
-    for (int64_t a = 0; a < A; a++) {
-        const int32_t bits = bits_of(x[a]) & 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
+    uint32_t most = 0;
+    for (int64_t a = 0; a < A; a++) most = std::max(most, bits_of(x[a]) & MAGNITUDE);
     float scale;
     std::memcpy(&scale, &most, 4);
     scale = std::isfinite(scale) ? scale / 127 : NAN;
@@ -60,7 +59,8 @@ float to_cells(int8_t* cells, const float* x, int64_t A) {
 }
 
 // Pairs (i, i + half) of the first 2 * half numbers are turned, the rest passes. Each product is rounded, as in torch.
-void rotate(float* out, const float* x, const float* cos, const float* sin, int64_t A, int64_t half) {
+void rotate(float* __restrict out, const float* __restrict x, const float* cos, const float* sin, int64_t A,
+            int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         const float a = x[i], b = x[half + i];
         out[i] = a * cos[i] - b * sin[i];
@@ -82,17 +82,23 @@ int64_t value_cell(int64_t B, int64_t place, int64_t a) {
     return a / TILE * TILE * B + place / N * N * TILE + a % TILE * N + place % N;
 }
 
-// One head's key and value at `place` of a page. NaN is the value where the key is not finite.
+// One head's key and value at `place` of a page, where key_cell and value_cell say. NaN is the value where the key is not
+// finite.
 template <class Cell>
 void store_head(Cell* keys, Cell* values, const float* k, const float* v, int64_t A, int64_t B, int64_t place) {
-    Cell cells[MAX_HEAD_WIDTH];
+    constexpr int64_t N = PACK<Cell>;
+    Cell cells[MAX_HEAD_WIDTH + N] = {};
     const float k_scale = to_cells(cells, k, A);
-    for (int64_t a = 0; a < A; a++) keys[key_cell<Cell>(A, place, a)] = cells[a];
+    Cell* to = keys + key_cell<Cell>(A, place, 0);
+    for (int64_t a = 0; a + N <= A; a += N) std::memcpy(to + a * TILE, cells + a, sizeof(Cell) * N);
+    for (int64_t a = A / N * N; a < A; a++) to[A / N * N * TILE + a % N] = cells[a];
 
     float seen[MAX_HEAD_WIDTH];
     for (int64_t a = 0; a < A; a++) seen[a] = k_scale == k_scale ? v[a] : NAN;
     const float v_scale = to_cells(cells, seen, A);
-    for (int64_t a = 0; a < A; a++) values[value_cell<Cell>(B, place, a)] = cells[a];
+    to = values + value_cell<Cell>(B, place, 0);
+    for (int64_t tile = 0; tile < A; tile += TILE, to += TILE * B)
+        for (int64_t i = 0; i < TILE && tile + i < A; i++) to[i * N] = cells[tile + i];
 
     if constexpr (SCALED<Cell>) {
         ((float*)(keys + head_cells(A, B)))[place] = k_scale;
