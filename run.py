@@ -299,7 +299,7 @@ def run_batch(args: argparse.Namespace) -> int:
     if (args.resume or args.overwrite) and args.output in (None, "-"):
         raise UsageError("--resume and --overwrite are for an output file: name it with -o OUT")
     sampling_params(args)
-    return batch.main(load_engine(args), args)
+    return batch.main(args, load_engine)
 
 
 def run_bench(args: argparse.Namespace) -> int:
