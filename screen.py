@@ -72,7 +72,8 @@ class Terminal:
         sys.stdin.reconfigure(encoding="utf-8")
         self.session = PromptSession(
             history=open_history(), completer=Words(), complete_while_typing=False, key_bindings=keys,
-            prompt_continuation=lambda *_: "... ", bottom_toolbar=lambda: self.status or None,
+            prompt_continuation=lambda _, __, is_wrapped: "" if is_wrapped else "... ",
+            bottom_toolbar=lambda: self.status or None,
             reserve_space_for_menu=4, style=Style.from_dict({"bottom-toolbar": "noreverse ansibrightblack"}))
 
     def __enter__(self) -> Terminal:

@@ -183,6 +183,32 @@ def test_errors_are_one_line_and_debug_shows_more(call, tmp_path):
         call("info", "-m", "no-such-model", "--debug")
 
 
+def test_errors_of_files_have_a_remedy(call, abc, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    (tmp_path / "text.gguf").write_text("hello")
+    missing, place = tmp_path / "missing", tmp_path / "no folder" / "out"
+    for words, parts in [
+        (["-p", "x", "-m", missing], ["no model", "missing"]), (["-f", missing], [": check the path"]),
+        (["-f", tmp_path], [": name a file"]), (["batch", missing], ["missing: No such file", ": check the path"]),
+        (["batch", tmp_path / "in", "-o", place], ["no folder/out: No such file", ": check the path"]),
+        (["-p", "x", "-m", abc, "--trace", place], ["no folder/out: No such file"]),
+        (["-p", "x", "-m", tmp_path / "short.gguf"], ["short.gguf", "fetch it again"]),
+        (["-p", "x", "-m", tmp_path / "text.gguf"], ["not a model file", "give a .gguf"]),
+        (["-p", "x" * 9999, "-m", abc, "--raw"], ["9999 tokens", "4096", "shorten it"]),
+    ]:
+        refused(call(*words), *parts, status=1)
+    refused(call("-f", tmp_path / "in", "-m", abc, "--trace", tmp_path / "in"), "would overwrite")
+    assert (tmp_path / "in").read_text() == '{"prompt": "x"}\n'
+    if os.path.exists("/dev/full"):
+        refused(call("-p", "x", "-m", abc, "--trace", "/dev/full"), "/dev/full: No space left", "free some", status=1)
+
+
+def test_what_a_trace_is_written_into_is_told_for_every_command(call, abc, tmp_path):
+    assert call("-p", "x", "-m", abc, "--trace", tmp_path / "trace").status == 0
+    assert json.loads((tmp_path / "trace").read_text().splitlines()[0])["step"] == 1
+
+
 def test_a_bug_is_named_by_its_type(call, monkeypatch):
     monkeypatch.setattr(run, "open_checkpoint", lambda args: {}["key"])
     refused(call("info"), "KeyError: 'key'", status=1)
@@ -616,7 +642,8 @@ def test_stdout_that_cannot_be_written(unbuffered):
         with open("/dev/full", "w") as full:
             process = start("--help", stdout=full, env={"PYTHONUNBUFFERED": unbuffered})
         err = process.communicate(timeout=30)[1]
-        assert process.returncode == 1 and err.startswith(b"run.py: error: ") and err.count(b"\n") == 1
+        assert process.returncode == 1 and err.startswith(b"run.py: error: stdout: No space") and b"free some" in err
+        assert err.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("env", [
@@ -768,34 +795,6 @@ def test_perplexity(call, llama, tmp_path):
 
 
 # ---- The machine ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cpus, quota, cores", [
-    ({0, 1, 2, 3}, float("inf"), 2), ({0, 2}, float("inf"), 2), ({0, 1}, float("inf"), 1), ({0, 1, 2, 3}, 1.5, 1),
-    ({0, 1, 2, 3}, 0.5, 1), ({0, 1, 2, 3}, 8.0, 2),
-])
-def test_threads_are_the_physical_cores_it_may_use(monkeypatch, tmp_path, cpus, quota, cores):
-    """Four CPUs, of which 0 and 1, 2 and 3 share a core."""
-    for cpu in range(4):
-        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu & 2}-{cpu | 1}\n")
-    monkeypatch.setattr(run, "Path", lambda path: Path(str(path).replace("/sys/devices/system/cpu", str(tmp_path))))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
-    monkeypatch.setattr(run, "cpu_quota", lambda: quota)
-    assert run.usable_cores() == cores
-
-
-@pytest.mark.parametrize("files, quota", [
-    ({"cpu.max": "150000 100000\n"}, 1.5), ({"cpu.max": "max 100000\n"}, float("inf")), ({}, float("inf")),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
-])
-def test_a_containers_quota(monkeypatch, tmp_path, files, quota):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(run, "Path", lambda path: Path(str(path).replace("/sys/fs/cgroup", str(tmp_path))))
-    assert run.cpu_quota() == quota
 
 
 @pytest.mark.models
