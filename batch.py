@@ -27,7 +27,7 @@ from typing import BinaryIO
 from dialects import OPENAI, SHORT, TEXT, Dialect, Job, Record, digest
 from engine import Engine, Stats
 from scheduler import LineFull
-from terminal import decode_utf8, held_signals, is_terminal
+from terminal import decode_utf8, held_signals, is_dumb
 
 FED_AHEAD = 2  # requests in the engine, as a multiple of those it runs at once: enough to keep it busy
 MAX_ANSWERS = 4096  # of one record, which is in the engine as a whole
@@ -95,7 +95,7 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
             repair(path)
         with held_signals() as signals:
             with (open_output(path, args, HELD_BACK * engine.config.max_requests) as output,
-                  progress(num_todo, output) as show):
+                  progress(num_todo, output, engine if args.watch else None) as show):
                 tally = run(engine, args, source, answered, output, show, signals)
                 answered.clear()  # its memory is wanted for the order
                 output.finish(source)
@@ -171,10 +171,17 @@ def submit(engine: Engine, args, dialect: "Dialect", record: Record, index: int)
 
 
 @contextlib.contextmanager
-def progress(num_todo: int, output: "Output") -> Iterator[Callable[[Tally], None]]:
-    """A bar on stderr, where stderr is a terminal that does not show the answers already; else nothing."""
-    if not is_terminal(sys.stderr) or output.file.isatty():
+def progress(num_todo: int, output: "Output", watched: Engine | None) -> Iterator[Callable[[Tally], None]]:
+    """A bar on stderr, or a panel of the engine that is `watched`, where stderr is a terminal that does not show the
+    answers already; else nothing."""
+    if is_dumb(sys.stderr) or output.file.isatty():
         yield lambda tally: None
+        return
+    if watched is not None:
+        from live import watching
+
+        with watching(watched, num_todo) as panel:
+            yield panel.count
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

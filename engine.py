@@ -129,7 +129,8 @@ class Engine:
             self.draft_with(drafter)
         self.sums = Counter()
         self.num_submitted = 0
-        self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
+        # Given the engine and what each step did, as `--trace` writes it.
+        self.on_step: Callable[[Engine, dict], None] | None = None
 
     def draft_with(self, drafter: Drafter) -> None:
         """Has requests from now on decode with drafts; before the first request, if the drafter needs hidden rows."""
@@ -253,7 +254,7 @@ class Engine:
         trace = self.on_step and self._trace(chunks, seconds)
         outputs += [self._extend(chunk, tokens) for chunk, tokens in zip(drawing, drawn)]
         if trace:
-            self.on_step(trace)  # last: whatever comes of it, the step is complete
+            self.on_step(self, trace)  # last: whatever comes of it, the step is complete
         return outputs
 
     @property

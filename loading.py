@@ -167,10 +167,10 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
     return Ngram() if method == "ngram" else None
 
 
-def trace_writer(path: str) -> Callable[[dict], None]:
+def trace_writer(path: str) -> Callable[[Engine, dict], None]:
     file = open(path, "w", encoding="utf-8", buffering=1)
 
-    def write(step: dict) -> None:
+    def write(engine: Engine, step: dict) -> None:
         try:
             file.write(json.dumps(step, ensure_ascii=False) + "\n")
         except OSError as error:

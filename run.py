@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from flags import (COUNT, DTYPE_NBYTES, IDS, SAMPLING_FIELDS, SCALE, Command, UsageError, flag, make_parser,
                    normalized, switch, value)
 from loading import arithmetic, find_model, load_engine, models_folder, open_checkpoint, open_tokenizer, sampling_params
-from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, open_closed_streams, warn
+from terminal import (Download, abandon, decode_utf8, dim, forget_given_size, held_signals, is_dumb, is_terminal,
+                      open_closed_streams, warn)
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoint
@@ -42,6 +43,7 @@ WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  #
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. An error becomes one line on stderr."""
     open_closed_streams()
+    forget_given_size()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
@@ -131,6 +133,11 @@ def generate(args: argparse.Namespace) -> int:
         raise UsageError(f"num_samples is {params.num_samples} but generate draws at most {MAX_SAMPLES}: use batch")
     if params.num_samples == 1 and args.max_requests is None:
         args.max_requests = 1  # a cache for one context is enough
+    if args.show_tokens:
+        if args.json or is_dumb(sys.stdout) or "NO_COLOR" in os.environ:
+            raise UsageError("--show-tokens needs a terminal with colours: --json --logprobs N gives the numbers")
+        args.sampling.setdefault("logprobs", 0)
+        params = sampling_params(args)
     start_s = time.perf_counter()
     engine = load_engine(args)
     load_s = time.perf_counter() - start_s
@@ -139,7 +146,7 @@ def generate(args: argparse.Namespace) -> int:
                 for sample in params.samples()]
     echo = prompt if args.echo else ""
     with held_signals() as signals:
-        answer(engine, requests, None if args.json else SampleWriter(requests, echo), signals)
+        answer(engine, requests, None if args.json else SampleWriter(requests, echo, args.show_tokens), signals)
         if args.json:
             for i, request in enumerate(requests):
                 fields = as_json(request, load_s) | {"text": echo + request.text, "sample": i, "model": engine.name}
@@ -186,26 +193,44 @@ def encode(tokenizer: Tokenizer, prompt: str, args: argparse.Namespace) -> list[
 class SampleWriter:
     """Writes answers one after the other while they come all at once: the first streams, the others wait their turn."""
 
-    def __init__(self, requests: Sequence[Request], echo: str):
-        self.waiting, self.echo = list(requests), echo
+    def __init__(self, requests: Sequence[Request], echo: str, with_heat: bool = False):
+        self.waiting, self.echo, self.with_heat, self.heat = list(requests), echo, with_heat, None
         print(echo, end="", flush=True)
 
     def write(self, outputs: Iterable[Output]) -> None:
         """Writes what a step brought to the sample whose turn it is, and what those behind it have meanwhile."""
         for output in outputs:
             if self.waiting and output.request is self.waiting[0]:
-                print(output.text, end="", flush=True)
+                print(self._new_text(output.text), end="", flush=True)
         while self.waiting and self.waiting[0].finish_reason is not None:
             self.waiting.pop(0)
-            print(f"\n---\n{self.echo}{self.waiting[0].text}" if self.waiting else "\n", end="", flush=True)
+            self.heat = None
+            more = f"---\n{self.echo}{self._new_text(self.waiting[0].text)}" if self.waiting else ""
+            print(f"\n{more}", end="", flush=True)
+
+    def _new_text(self, text: str) -> str:
+        """`text`, which the sample whose turn it is has more than before, as it is shown."""
+        if not self.with_heat:
+            return text
+        from live import Heat
+
+        self.heat = self.heat or Heat()
+        return self.heat.new_text(self.waiting[0])
 
 
 def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None, signals: list[int]) -> None:
     """Runs the requests to their end, or cancels them after the step in which a signal came."""
+    show_reading = None
+    if requests[0].num_prompt > engine.config.max_step_tokens and not is_dumb(sys.stderr):
+        from live import Reading
+
+        show_reading = Reading(requests[0]).show
     while engine.has_work:
         outputs = engine.step()
         if signals:
             outputs += [output for request in requests if (output := engine.abort(request))]
+        if show_reading is not None:
+            show_reading()
         if writer is not None:
             writer.write(outputs)
 
@@ -239,8 +264,13 @@ def report(requests: Sequence[Request], args: argparse.Namespace) -> None:
     if seconds is not None and any(r.finish_reason == "cancelled" and r.finished_s > r.deadline_s for r in requests):
         warn([f"cancelled after --deadline {seconds:g} s"])
     seed = [f"seed {params.seed}"] if params.temperature > 0 else []
+    if args.show_tokens and is_terminal(sys.stderr):
+        from live import heat_legend
+
+        print(heat_legend(), file=sys.stderr)
     if args.stats or is_terminal(sys.stderr):
-        print(dim(" · ".join([statistics(requests), *seed, f"{peak_memory_gb():.1f} GB"])), file=sys.stderr)
+        cut = ["cut at its longest"] if any(request.finish_reason == "length" for request in requests) else []
+        print(dim(" · ".join([statistics(requests), *seed, f"{peak_memory_gb():.1f} GB", *cut])), file=sys.stderr)
     elif seed and "seed" not in args.sampling and not args.json:
         print(seed[0], file=sys.stderr)
 
@@ -429,6 +459,7 @@ COMMANDS = {
         switch("--show-special", "show control tokens in the answer"),
         switch("--echo", "repeat the prompt before the answer"),
         switch("--json", "one JSON object a sample"),
+        switch("--show-tokens", "colour each token by its chance (terminal)"),
         switch("--stats", "statistics on stderr, as in a terminal"),
     ], ("prompt", "model", "sampling", "engine", "requests")),
     "chat": Command(run_chat, "talk in the terminal, or line by line from a pipe", "[flags]", [
@@ -443,6 +474,7 @@ COMMANDS = {
         switch("--resume", "do what OUT lacks, or holds as failed"),
         switch("--stats", "what the engine and its cache did, on stderr"),
         switch("--overwrite", "replace an existing OUT"),
+        switch("--watch", "a live panel of the engine (terminal)"),
     ], ("model", "sampling", "engine", "requests")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
         flag("names", nargs="*", metavar="NAME",
@@ -450,6 +482,7 @@ COMMANDS = {
         flag("--peer", action="append", default=[], metavar="NAME",
              help="also llama.cpp, transformers or openvino, at prefill, decode, depth, batch, startup (repeatable)"),
         flag("--svg", metavar="FILE", help="save the roofline picture"),
+        switch("--watch", "a live panel of the engine (terminal; takes some time of it)"),
         flag("--scale", type=SCALE, default=1.0, metavar="X", help="of mixed's 256 requests, this part (1)"),
         switch("--json", "one JSON document as the last line"),
     ], ("model", "engine"), NO_REQUEST_FLAGS),

@@ -65,8 +65,6 @@ class Terminal:
 
         keys = KeyBindings()
         keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-        for name in ("COLUMNS", "LINES"):  # of the moment it was started; the terminal itself knows better
-            os.environ.pop(name, None)
         self.status = ""  # under the line that is typed
         self.is_dumb = is_dumb(sys.stdout)
         sys.stdin.reconfigure(encoding="utf-8")

@@ -20,6 +20,13 @@ def is_dumb(stream) -> bool:
     return not is_terminal(stream) or os.environ.get("TERM", "dumb") == "dumb"
 
 
+def forget_given_size() -> None:
+    """Where there is a terminal, it knows its size better than variables that an earlier moment left."""
+    if is_terminal(sys.stdout) or is_terminal(sys.stderr):
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+
+
 def dim(text: str) -> str:
     """For stderr: less bright, where that is wanted."""
     return text if is_dumb(sys.stderr) or "NO_COLOR" in os.environ else f"\x1b[2m{text}\x1b[0m"

@@ -23,7 +23,7 @@ def load(folder, **config) -> Engine:
 
 
 def run(engine, source, output=None, sampling=(), **flags) -> int:
-    flags = dict.fromkeys(("ordered", "resume", "overwrite", "raw", "stats"), False) | flags
+    flags = dict.fromkeys(("ordered", "resume", "overwrite", "raw", "stats", "watch"), False) | flags
     args = Namespace(input=str(source), output=output and str(output),
                      sampling={"max_tokens": 6, "ignore_eos": True} | dict(sampling), **({"deadline": None} | flags))
     return batch.main(args, lambda args: engine)

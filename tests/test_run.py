@@ -516,7 +516,7 @@ def test_a_random_seed_is_reported(call, llama):
 
 
 def test_statistics(call, endless):
-    line = r"24 tokens · [\d.]+ tok/s · prompt 3 · (seed 7 · )?[\d.]+ GB\n"
+    line = r"24 tokens · [\d.]+ tok/s · prompt 3 · (seed 7 · )?[\d.]+ GB · cut at its longest\n"
     greedy = call("-m", endless, "-p", "abc", "--raw", "-n", 24, "--stats").err
     sampled = call("-m", endless, "-p", "abc", "--raw", "-n", 24, "--stats", "-t", 1, "-s", 7).err
     assert re.fullmatch(line, greedy) and "seed" not in greedy
