@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> int:
     words = with_command(decoded(words))
-    args, unknown = make_parser(COMMANDS).parse_known_args(list(normalized(words)))
+    parser = make_parser(COMMANDS, in_full="--help-all" in words)
+    args, unknown = parser.parse_known_args(list(normalized(words)))
     if unknown:
         raise UsageError(f"unknown: {' '.join(unknown)}; run.py {args.command} --help lists the flags")
     args.sampling = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
@@ -117,7 +118,8 @@ def with_command(words: list[str]) -> list[str]:
     """`run.py -p hi` and `run.py "some prompt"` are short for generate, `run.py` alone in a terminal for chat."""
     if not words:
         return ["chat"] if is_terminal(sys.stdin) else ["generate"]
-    return words if words[0] in (*COMMANDS, "-h", "--help", "--version") else ["generate", *words]
+    known = (*COMMANDS, "-h", "--help", "--version", "--completions")
+    return words if words[0].partition("=")[0] in known else ["generate", *words]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ import tiny_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["hi", "C:\\new\\table 讲", "é 👋", "- a list\n- of two"]
-INSTANT = ("--help", "--version", "generate --help", "chat --help", "batch --help", "bench --help", "perplexity --help",
-           "models --help", "tokenize -p hi", "info", "info --json", "models")
+INSTANT = ("--help", "--version", "--completions bash", "generate --help", "generate --help-all", "chat --help",
+           "batch --help", "bench --help", "perplexity --help", "models --help", "tokenize -p hi", "info", "info --json", "models")
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,13 @@ def test_help_fits_a_screen(call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     result = call(*command.split(), "--help")
     assert (result.status, result.err) == (0, "")
-    assert len(result.out.splitlines()) <= 64 and max(map(len, result.out.splitlines())) <= 80
+    assert len(result.out.splitlines()) <= 40 and max(map(len, result.out.splitlines())) <= 80
+    if command:
+        in_full = call(command, "--help-all").out
+        assert max(map(len, in_full.splitlines())) <= 80
+        for names, options in run.COMMANDS[command].all_flags:
+            if options.get("help") != "==SUPPRESS==":
+                assert options.get("metavar", names[0]) in result.out and options["help"][:9] in in_full
 
 
 def test_version(call):
