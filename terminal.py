@@ -82,12 +82,12 @@ class Download:
         self.bar = self.what = None
 
     def __enter__(self) -> Download:
-        if not is_terminal(sys.stderr):  # the hub's client has bars of its own
+        if is_dumb(sys.stderr):  # the hub's client has bars of its own
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         return self
 
     def __call__(self, what: str, num_bytes: int, total: int | None) -> None:
-        if is_terminal(sys.stderr):
+        if not is_dumb(sys.stderr):
             if self.bar is None:
                 self.bar = download_bar()
                 self.task = self.bar.add_task(what)

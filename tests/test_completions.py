@@ -81,8 +81,8 @@ def test_fish(script, folder, typed, offered):
 
 @has("zsh")
 @pytest.mark.parametrize("typed, shown", [
-    ("ba\t", "quire batch "), ("batch --over\t", "quire batch --overwrite "), ("chat --verify rej\t", "--verify rejection"),
-    ("batch file\\ o\t", "file\\ one")])
+    ("ba\t", "quire batch "), ("batch --over\t", "quire batch --overwrite "),
+    ("chat --verify rej\t", "--verify rejection"), ("batch file\\ o\t", "file\\ one")])
 def test_zsh(script, folder, typed, shown):
     (folder / "script").write_text(script("zsh"))
     shell = pexpect.spawn("zsh", ["-f", "-i"], cwd=folder, encoding="utf-8", timeout=20, dimensions=(24, 200),

@@ -21,11 +21,13 @@ import flags
 import run
 import tiny
 import tiny_heads
+from terminals import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["hi", "C:\\new\\table 讲", "é 👋", "- a list\n- of two"]
 INSTANT = ("--help", "--version", "--completions bash", "generate --help", "generate --help-all", "chat --help",
-           "batch --help", "bench --help", "perplexity --help", "models --help", "tokenize -p hi", "info", "info --json", "models")
+           "batch --help", "bench --help", "perplexity --help", "models --help", "tokenize -p hi", "info",
+           "info --json", "models")
 
 
 @pytest.fixture(scope="module")
@@ -666,6 +668,35 @@ def test_text_is_utf8_whatever_the_locale(abc, tmp_path, env):
     ids = " ".join(map(str, ids_of(text))).encode()
     assert [road.communicate(timeout=30) for road in roads] == [(ids + b"\n", b"")] * 3
     assert decoding.communicate(timeout=30) == (text.encode(), b"")
+
+
+@pytest.mark.slow
+def test_pipes(abc, tmp_path):
+    """As people connect them in a shell: | head -1, > file, 2>/dev/null, in the locale C, without a stdin."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"é {i}", "n": None}) + "\n" for i in range(300)))
+    (tmp_path / "talk").write_text("é\n讲\n")
+    run_py = f"{sys.executable} {ROOT / 'run.py'}"
+    script = f"""
+        export LC_ALL=C OMP_NUM_THREADS=1
+        {run_py} batch in.jsonl -m {abc} 2>errors | head -1 >first; echo ${{PIPESTATUS[0]}} >status
+        {run_py} generate -m {abc} -p x </dev/null >answer 2>/dev/null
+        {run_py} chat -m {abc} <talk >said 2>&1
+        {run_py} generate -m {abc} -p x -n 3 2>&1 | cat >both"""
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True, timeout=120)
+    names = ("errors", "first", "status", "answer", "said", "both")
+    files = {name: (tmp_path / name).read_text("utf-8") for name in names}
+    assert (files["errors"], files["status"]) == ("", "141\n") and json.loads(files["first"])["text"] == "abc"
+    assert files["answer"] == files["both"] == "abc\n"
+    assert re.fullmatch(r"abc\n\n(seed \d+\n)abc\n\n(seed \d+\n)", files["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env, plain", [({"TERM": "dumb"}, True), ({"NO_COLOR": "1"}, True), ({}, False)])
+def test_escape_sequences_are_for_terminals_that_know_them(abc, env, plain):
+    terminal = Terminal("-m", abc, "-p", "x", **env)
+    assert terminal.end() == 0
+    written = terminal.child.before
+    assert "abc" in written and "4 tokens" in written and ("\x1b" not in written) == plain
 
 
 @pytest.mark.slow
