@@ -64,15 +64,15 @@ class Panel:
     def _drawn(self, step: dict):
         from rich.console import Group
         from rich.panel import Panel as Box
-        from rich.progress_bar import ProgressBar
         from rich.text import Text
 
         width, seconds = self.live.console.width - 4, time.perf_counter() - self.started_s
         lines = []
         if self.total is not None:
             left = f", {seconds / self.num_done * (self.total - self.num_done):.0f} s left" if self.num_done else ""
+            filled = width * self.num_done // max(self.total, 1)
             lines += [Text(f"{self.num_done} of {counted(self.total, 'request')}{left}"),
-                      ProgressBar(total=max(self.total, 1), completed=self.num_done, width=width)]
+                      Text("━" * filled, "green").append("━" * (width - filled), "bright_black")]
         lines += [Text(line, overflow="ellipsis", no_wrap=True) for line in self._facts(step)]
         title = f"{self.engine.name} · {counted(step['step'], 'step')} · {seconds:.0f} s"
         return Box(Group(*lines, *page_map(self.engine.cache.groups[0].pool, width)), title=title, title_align="left",

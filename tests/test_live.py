@@ -19,10 +19,10 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def drawn(renderables, width: int = 80) -> str:
-    console = Console(width=width, force_terminal=False)
+    console = Console(width=width, force_terminal=True)
     with console.capture() as capture:
         console.print(*renderables, sep="\n")
-    return capture.get()
+    return ESCAPES.sub("", capture.get())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,6 +72,7 @@ def test_the_panel_fits_and_tells_what_goes_on(engine, width):
         engine.generate(["ab " * 20] * 2, SamplingParams(max_tokens=3, ignore_eos=True))
         lines = drawn([shown.renderable], width).splitlines()
     assert max(map(len, lines)) <= width and len(lines) <= 15
+    assert re.match(r"│ \d running", lines[3]), "it has no line of its own"
     text = " ".join(lines)
     for part in ("2 of 7 requests", "running", "waiting", "tok/s written", "prefix hits", "drafts kept", "pages"):
         assert part in text, text
