@@ -125,11 +125,14 @@ def take_turn(chat: Conversation, messages: Messages, screen: Screen) -> None:
                          f"{engine.capacity}: /compact drops the oldest turns and answers, /undo forgets the message, "
                          "/clear begins anew; or start with a larger --context")
     request = engine.submit(prompt_ids, chat.settings, deadline_s=chat.deadline_s)
+    show_reading = screen.reading(request)
     with held_signals() as signals, screen.show(chat.prompt_end(prompt_ids), chat.fold) as write:
         while request.finish_reason is None:
-            write("".join(output.text for output in engine.step()))
+            outputs = engine.step()
             if signals and (output := engine.abort(request)):
-                write(output.text)
+                outputs.append(output)
+            show_reading()
+            write("".join(output.text for output in outputs))
         if screen.stoppable:
             signals[:] = [number for number in signals if number != signal.SIGINT]  # it wanted no more than this
     if request.error:
@@ -226,8 +229,11 @@ def line_reader(file) -> Callable[[str], str]:
 
 
 def read_input(read_line: Callable[[str], str]) -> tuple[str, bool]:
-    '''One line, or the lines from """ to """, and whether it was these. `read_line` is given what to show before it.'''
+    '''One line, or the lines from """ to """, and whether it is a message as it stands. `read_line` is given what to
+    show before it.'''
     text = read_line(">>> ")
+    if "\n" in text.strip():  # a paste, or typed so: all of it is here, whatever it begins with
+        return text, not text.startswith("/system ")
     if not text.lstrip().startswith(QUOTES):
         return text, False
     text = text.lstrip().removeprefix(QUOTES)

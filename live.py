@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from terminal import is_dumb, is_terminal
-from view import bars, counted
+from view import bars, counted, has_colours, paint, terminal_width
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -72,7 +72,7 @@ class Panel:
             left = f", {seconds / self.num_done * (self.total - self.num_done):.0f} s left" if self.num_done else ""
             filled = width * self.num_done // max(self.total, 1)
             lines += [Text(f"{self.num_done} of {counted(self.total, 'request')}{left}"),
-                      Text("━" * filled, "green").append("━" * (width - filled), "bright_black")]
+                      Text("━" * filled, "green").append("─" * (width - filled), "bright_black")]
         lines += [Text(line, overflow="ellipsis", no_wrap=True) for line in self._facts(step)]
         title = f"{self.engine.name} · {counted(step['step'], 'step')} · {seconds:.0f} s"
         return Box(Group(*lines, *page_map(self.engine.cache.groups[0].pool, width)), title=title, title_align="left",
@@ -172,33 +172,25 @@ class Reading:
     """A bar while a long prompt is read; nothing for others, and where nobody would see it."""
 
     def __init__(self, request: Request):
-        self.request, self.bar = request, None
-        self.is_seen = not is_dumb(sys.stderr)
+        self.request, self.is_drawn, self.is_seen = request, False, not is_dumb(sys.stderr)
+        self.started_s = time.perf_counter()
 
     def show(self) -> None:
         """To be called after each step."""
         num_read, num_tokens = self.request.num_computed, self.request.num_prompt
-        if num_read >= num_tokens or self.request.finish_reason is not None:
-            self.close()
-        elif self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=num_read, refresh=True)
-        elif self.is_seen and num_read and num_tokens - num_read >= LONG_PROMPT:
-            self.bar = prompt_bar()
-            self.bar.add_task("reading the prompt", total=num_tokens, completed=num_read)
-            self.bar.start()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-
-def prompt_bar():
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-                    TimeRemainingColumn(), console=Console(stderr=True), transient=True, auto_refresh=False)
+        goes_on = num_read < num_tokens and self.request.finish_reason is None
+        if self.is_drawn and not goes_on:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.is_drawn = False
+        elif goes_on and self.is_seen and num_read and (self.is_drawn or num_tokens - num_read >= LONG_PROMPT):
+            self.is_drawn = True
+            num_new = num_read - self.request.num_cached
+            left_s = (time.perf_counter() - self.started_s) * (num_tokens - num_read) / max(num_new, 1)
+            text = f" {num_read:,} of {num_tokens:,} tokens read, {left_s:.0f} s left"
+            width = min(40, terminal_width(sys.stderr) - len(text) - 1)
+            filled = width * num_read // num_tokens
+            line = paint([("━" * filled, "32"), ("─" * (width - filled), "2"), (text, "")], has_colours(sys.stderr))
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,12 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from terminal import dim, is_dumb
+
+if TYPE_CHECKING:
+    from scheduler import Request
 
 REFRESH_S = 0.08
 TAIL_LINES = 3  # of a folded thought, while it grows
@@ -34,6 +38,10 @@ class Plain:
 
     def __init__(self, statistics: bool):
         self.statistics = statistics
+
+    def reading(self, request: Request) -> Callable[[], None]:
+        """Gives the function that is called after each step, to show how a long prompt is read."""
+        return lambda: None
 
     @contextlib.contextmanager
     def show(self, prompt_end: str = "", fold: bool = True) -> Iterator[Callable[[str], None]]:
@@ -93,6 +101,11 @@ class Terminal:
         except UnicodeEncodeError:
             raise ValueError("what was typed is not UTF-8: set the terminal to it") from None
         return text
+
+    def reading(self, request: Request) -> Callable[[], None]:
+        from live import Reading
+
+        return Reading(request).show
 
     @contextlib.contextmanager
     def show(self, prompt_end: str = "", fold: bool = True) -> Iterator[Callable[[str], None]]:
@@ -177,7 +190,7 @@ class Answer:
         if started_s >= self.next_draw_s:
             self.region.draw(self._thinking() if self.thoughts.goes_on else rendered(self.rest))
             drawn_s = time.perf_counter()
-            self.next_draw_s = drawn_s + max(REFRESH_S, 5 * (drawn_s - started_s))  # a long block is drawn less often
+            self.next_draw_s = drawn_s + max(REFRESH_S, 10 * (drawn_s - started_s))  # a long block is drawn less often
 
     def close(self) -> None:
         self._add(*self.thoughts.close())

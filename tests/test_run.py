@@ -243,6 +243,15 @@ def test_looking_does_not_import_torch(llama):
     assert done.stderr == f"{[0] * len(INSTANT)} []\n"
 
 
+@pytest.mark.slow
+def test_a_pipe_needs_nothing_that_draws(abc):
+    code = ("import sys, run; status = run.main(sys.argv[1:]); "
+            "print(status, sorted({'rich', 'prompt_toolkit', 'markdown_it'} & set(sys.modules)), file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code, "generate", "-m", str(abc), "-p", "x" * 2000], cwd=ROOT,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("abc\n", "0 []\n")
+
+
 # ---- Prompts ----------------------------------------------------------------------------------------------------
 
 

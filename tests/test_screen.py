@@ -162,6 +162,7 @@ def test_a_thought_may_be_shown_in_full(monkeypatch):
 # A person
 
 LINE = "quick fox.\n"
+CODE = '"""A docstring."""\n\n/help is no command here\n\tnor is """ the end'
 
 
 def chat(tmp_path, model, *words, **options) -> Terminal:
@@ -194,6 +195,8 @@ def test_a_conversation(tmp_path):
     typed("\r", "not UTF-8")
     typed("/frob\r", "unknown command /frob")
     typed("/set max_tokens 11\r", "max_tokens = 11")
+    terminal.paste(CODE)
+    typed("\r", "11 tokens")
     typed("讲😀\r", "11 tokens")
     typed("/regen\r", "11 tokens")
     terminal.type('"""one\r')
@@ -207,14 +210,14 @@ def test_a_conversation(tmp_path):
     typed(" talk.json\r", "saved in talk.json")
     typed("/new\r", "a new conversation")
     typed("/set temperature 1\r", "temperature = 1")
-    typed("/load talk.json\r", "10 messages")
+    typed("/load talk.json\r", "12 messages")
     typed("/save again.json\r", "saved in again.json")
     terminal.child.sendeof()
     assert terminal.end() == 0
     saved = json.loads((tmp_path / "talk.json").read_text("utf-8"))
     said = saved["messages"]
-    assert [message["content"] for message in said[0::2]] == [pasted, "go", "讲😀", "one\ntwo", "two\nlines"]
-    assert said[1]["content"] == LINE * 2 and said[5]["content"] == said[7]["content"] == LINE
+    assert [message["content"] for message in said[0::2]] == [pasted, "go", CODE, "讲😀", "one\ntwo", "two\nlines"]
+    assert said[1]["content"] == LINE * 2 and said[7]["content"] == said[9]["content"] == LINE
     assert (LINE * 400).startswith(said[3]["content"]) and len(said[3]["content"]) > 5
     assert json.loads((tmp_path / "again.json").read_text("utf-8")) == saved
     remembered = (tmp_path / "state" / "quire" / "chat_history").read_text("utf-8")
@@ -226,7 +229,7 @@ def test_what_comes_while_an_answer_streams_waits_for_the_next_prompt(tmp_path):
     """A line, a paste of 30 lines larger than the terminal's buffer, half a line: none of it is shown in the midst of
     the answer, and all of it is there afterwards. A new conversation finds the lines in its history."""
     model = speaking(tmp_path / "model", [f"word{i} " for i in range(1500)])
-    terminal = chat(tmp_path, model)
+    terminal = chat(tmp_path, model, LC_ALL="C")
     pasted = "\n".join(f"pasted {i} " + "x" * 200 for i in range(30))
     terminal.type("go\r")
     terminal.wait_until_shown("word20 ")

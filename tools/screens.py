@@ -35,7 +35,8 @@ def with_screen(text: str, name: str, lines: list[str]) -> str:
 
 
 def chat(folder: Path) -> list[str]:
-    terminal = Terminal("chat", "-t", "0", columns=96, rows=40, cwd=folder, XDG_STATE_HOME=str(folder))
+    terminal = Terminal("chat", "-t", "0", "--threads", "2", columns=96, rows=40, cwd=folder,
+                        XDG_STATE_HOME=str(folder))
     for typed in ("Show me how to sort a list in Python, in one line.", "And backwards?", "/set max-tokens 20",
                   "Why?", "/save talk.json"):
         terminal.wait_for(">>>")
@@ -54,7 +55,7 @@ def watch(folder: Path) -> list[str]:
         for i in range(120):
             file.write(json.dumps({"prompt": f"{task}The word: number {i}", "max_tokens": 40 + i % 50}) + "\n")
     terminal = Terminal("batch", "in.jsonl", "-o", "out.jsonl", "--watch", "--num-pages", "360", "--max-requests", "24",
-                        columns=96, rows=24, cwd=folder)
+                        "--threads", "2", columns=96, rows=24, cwd=folder)
     terminal.wait_until_shown(" 60 of 120")
     while len(lines := shown(terminal)) < 10 or "╯" not in lines[-1]:  # it is being drawn
         terminal.wait_for("╯")
