@@ -26,6 +26,7 @@ RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  
 NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one answer, and shows only its text
 UNLIMITED = SamplingParams(max_tokens=None)
 QUOTES = '"""'
+NEARLY_FULL = 0.8  # of the context
 MAX_FILE_BYTES = 64 << 20  # of what /read, /save and /load look at
 
 Messages = list[dict[str, str]]
@@ -183,7 +184,9 @@ def context_use(chat: Conversation) -> str:
         num_tokens = 0
     if not num_tokens:
         return ""
-    return f"context {num_tokens} of {chat.engine.capacity} tokens ({num_tokens / chat.engine.capacity:.0%})"
+    used = num_tokens / chat.engine.capacity
+    return (f"context {num_tokens} of {chat.engine.capacity} tokens ({used:.0%})"
+            + " · /compact makes room" * (used > NEARLY_FULL))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

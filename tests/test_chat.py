@@ -142,6 +142,23 @@ def test_a_message_without_room_is_forgotten_or_tried_again(engine, monkeypatch,
     assert "oldest 0 of 2 turns" in said.err
 
 
+def test_the_use_of_the_context_is_shown(engine, monkeypatch, capsys):
+    settings = SamplingParams(max_tokens=1)
+    talk = chat.Conversation(engine, settings, settings)
+    assert chat.context_use(talk) == ""
+    talk.messages = messages("a", "b")
+    num_tokens = tokens_of(engine, "a", "b")
+    assert chat.context_use(talk) == f"context {num_tokens} of 400 tokens ({num_tokens / 400:.0%})"
+    talk.messages = messages("a" * 300, "b")
+    assert chat.context_use(talk).endswith("%) · /compact makes room")
+
+
+def test_a_template_that_wants_a_message_last_does_not_stop_the_talk(engine):
+    engine.tokenizer.chat_template = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    talk = chat.Conversation(engine, SamplingParams(), SamplingParams(), messages=messages("a", "b"))
+    assert chat.context_use(talk) == ""
+
+
 def test_an_attached_file_is_part_of_the_message_that_had_no_room(engine, monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("y" * 200)
     said = run(engine, monkeypatch, capsys, "a" * 160, f"/read {tmp_path / 'file'}", "sum up", "/compact", "b")

@@ -94,6 +94,19 @@ def test_watching_a_batch_changes_no_answer(engine, tmp_path):
     assert len((tmp_path / "trace").read_text().splitlines()) > 20, "the trace was lost to the panel"
 
 
+@pytest.mark.slow
+def test_watching_a_benchmark(tmp_path):
+    """Its table is what is left."""
+    model = tiny.tiny_llama(tmp_path / "model", max_position_embeddings=256)
+    terminal = Terminal("bench", "decode", "draft", "-m", model, "--watch", columns=110, rows=50)
+    terminal.wait_for("tok/s written")
+    terminal.wait_for("operations per byte")
+    assert terminal.end() == 0
+    rows = [line.split()[0] for line in terminal.screen.all_lines]
+    assert rows[:7] == ["memory", "name", "decode", "draft", "draft", "draft", "draft"]
+    assert not any("running" in line for line in terminal.screen.all_lines)
+
+
 def test_without_a_terminal_nothing_is_drawn(engine, tmp_path, capsys):
     batches.run(engine, batches.write(tmp_path / "in", batches.records(3)), tmp_path / "out", watch=True)
     captured = capsys.readouterr()
