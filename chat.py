@@ -59,17 +59,22 @@ class Conversation:
         return self.engine.tokenizer.decode(prompt_ids[-8:], show_special=True)
 
 
-def main(engine: Engine, args) -> int:
+def main(args, load_engine: Callable[..., Engine]) -> int:
     """Talks until the input ends. Returns 0, or 1 if a turn failed and nobody was there to see it."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with Terminal(completions) as terminal:  # what is typed while the model is loaded waits too
+            return talk(begin(load_engine(args), args), terminal)
+    return read_pipe(begin(load_engine(args), args), Plain(statistics=args.stats or sys.stderr.isatty()))
+
+
+def begin(engine: Engine, args) -> Conversation:
     if engine.tokenizer.chat_template is None:
         raise ValueError("the model has no chat template, so it was not made for conversations: use generate --raw")
     settings = default_settings(engine, args.sampling)
     chat = Conversation(engine, settings, settings, args.deadline, num_notes=len(engine.tokenizer.notes))
     if args.system is not None:
         set_system(chat, args.system)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return talk(chat)
-    return read_pipe(chat, Plain(statistics=args.stats or sys.stderr.isatty()))
+    return chat
 
 
 def default_settings(engine: Engine, given: Mapping) -> SamplingParams:
@@ -248,20 +253,19 @@ def read_input(read_line: Callable[[str], str]) -> tuple[str, bool]:
     return text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n"), True
 
 
-def talk(chat: Conversation) -> int:
+def talk(chat: Conversation, terminal: Terminal) -> int:
     """Reads from a terminal. A paste is one message, as the terminal brackets it."""
-    with Terminal(completions) as terminal:
-        say(dim(f"{chat.engine.name} · /help lists the commands · Ctrl-D leaves"))
-        while True:
-            try:
-                terminal.status = context_use(chat)
-                handle(chat, *read_input(terminal.read_line), terminal)
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
-                return 0
-            except ValueError as error:
-                say(str(error))
+    say(dim(f"{chat.engine.name} · /help lists the commands · Ctrl-D leaves"))
+    while True:
+        try:
+            terminal.status = context_use(chat)
+            handle(chat, *read_input(terminal.read_line), terminal)
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return 0
+        except ValueError as error:
+            say(str(error))
 
 
 def completions(typed: str) -> tuple[int, list[str]]:

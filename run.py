@@ -304,7 +304,7 @@ def run_chat(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} has no use in a chat: leave it out")
     sampling_params(args)
     args.max_requests = args.max_requests or 1
-    return chat.main(load_engine(args), args)
+    return chat.main(args, load_engine)
 
 
 def run_batch(args: argparse.Namespace) -> int:

@@ -52,7 +52,8 @@ def run(engine, monkeypatch, capsys, *lines, system=None, stats=False, **samplin
     stdin = io.TextIOWrapper(io.BytesIO(data))
     monkeypatch.setattr(sys, "stdin", stdin)
     sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True} | sampling
-    status = chat.main(engine, Namespace(sampling=sampling, system=system, stats=stats, deadline=None))
+    args = Namespace(sampling=sampling, system=system, stats=stats, deadline=None)
+    status = chat.main(args, lambda args: engine)
     monkeypatch.setattr(engine, "submit", submit)
     return SimpleNamespace(status=status, turns=turns, **capsys.readouterr()._asdict())
 
