@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -93,6 +92,16 @@ def test_streamed_markdown_is_the_whole_rendered(monkeypatch, columns, rows):
     console(whole).print(screen.rendered(DOCUMENT))
     assert streamed(DOCUMENT, columns, rows, monkeypatch=monkeypatch) == whole.all_lines
     assert len(whole.all_lines) > 15
+
+
+def test_a_block_longer_than_the_screen_is_whole_in_the_end(monkeypatch):
+    code = "".join(f"line_{i} = {i}\n" for i in range(40))
+    rows = "".join(f"| {i} | row {i} |\n" for i in range(30))
+    document = f"```python\n{code}```\n\n| n | name |\n|---|---|\n{rows}"
+    whole = Screen(50, 200)
+    console(whole).print(screen.rendered(document))
+    assert streamed(document, 50, 12, monkeypatch=monkeypatch, cuts=9) == whole.all_lines
+    assert len(whole.all_lines) > 70
 
 
 def test_a_terminal_that_changes_its_size_loses_nothing(monkeypatch):
