@@ -238,7 +238,7 @@ def test_what_comes_while_an_answer_streams_waits_for_the_next_prompt(tmp_path):
     """A paste while the model is loaded; then a line, a paste of 30 lines larger than the terminal's buffer, half a
     line: none of it is shown in the midst of the answer, and all of it is there afterwards. A new conversation finds
     the lines in its history."""
-    model = speaking(tmp_path / "model", [f"word{i} " for i in range(1500)])
+    model = speaking(tmp_path / "model", [f"word{i} " for i in range(1000)])
     terminal = Terminal("chat", "-m", model, cwd=tmp_path, LC_ALL="C", XDG_STATE_HOME=str(tmp_path / "state"))
     pasted = "\n".join(f"pasted {i} " + "x" * 200 for i in range(30))
     terminal.wait_for(screen.PASTE_ON)  # it does not have its model yet
@@ -248,10 +248,10 @@ def test_what_comes_while_an_answer_streams_waits_for_the_next_prompt(tmp_path):
     terminal.type("typed é\r")
     terminal.paste(pasted)
     terminal.type("\rhalf")
-    terminal.wait_for("1501 tokens")
+    terminal.wait_for("1001 tokens")
     first = terminal.screen.all_lines
     for _ in range(2):
-        terminal.wait_for("1501 tokens")
+        terminal.wait_for("1001 tokens")
     terminal.wait_until_shown(">>> half")
     terminal.type(" a line\x01/save talk.json\x0b\r")
     terminal.wait_for("saved in")
@@ -259,7 +259,7 @@ def test_what_comes_while_an_answer_streams_waits_for_the_next_prompt(tmp_path):
     assert terminal.end() == 0
     said = [message["content"] for message in json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]]
     assert said[0::2] == ["go\nand on", "typed é", pasted]
-    answer = " ".join(f"word{i}" for i in range(1500))
+    answer = " ".join(f"word{i}" for i in range(1000))
     assert {text.strip() for text in said[1::2]} == {answer}
     shown = " ".join(line for line in first[first.index("... and on") + 1 :])
     assert shown.startswith(answer), "what was typed stands in the midst of the answer"
