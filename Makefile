@@ -26,7 +26,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
 PEERS := llama.cpp transformers openvino
 
-.PHONY: help run chat test quick soak sanitize bench bench-peers models heads clean
+.PHONY: help run chat test quick soak sanitize bench bench-peers models heads screens clean
 
 help:  ## list what make can do (this list)
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -49,8 +49,9 @@ test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
 	.venv/bin/python -m pytest $(PARALLEL) -m "not slow and not models" $(ARGS)
 
-soak: .venv/.ready-dev .venv/.native  ## run the tests of generated inputs for long, with other inputs every time
+soak: .venv/.ready-dev .venv/.native  ## run tests of generated inputs for long, other inputs every time; kill batch 50 times
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
+	NUM_KILLS=50 .venv/bin/python -m pytest tests/test_batch.py -k killed $(ARGS)
 
 sanitize:  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
 	@$(MAKE) --no-print-directory -j2 $(DRIVERS)
@@ -67,6 +68,10 @@ bench-peers: $(PEERS:%=.venv-peers/%/.ready)  ## install what ARGS="--peer llama
 models: .venv/.ready  ## fetch the models of tests and benchmarks: the default and a Qwen2.5-Coder pair (1.7 GB)
 	@$(RUN) models --fetch default
 	@$(RUN) models --fetch pair
+
+screens: .venv/.ready-dev .venv/.native  ## run the default model in a terminal and put what it shows into README.md
+	@$(RUN) models --fetch default
+	.venv/bin/python tools/screens.py
 
 heads: .venv/.native  ## train draft heads for the default model, into heads/ beside it (40 minutes)
 	@$(RUN) models --fetch default

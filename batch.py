@@ -10,6 +10,7 @@ input is still the same.
 
 import codecs
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,7 +27,7 @@ from typing import BinaryIO
 from dialects import OPENAI, SHORT, TEXT, Dialect, Job, Record, digest
 from engine import Engine, Stats
 from scheduler import LineFull
-from terminal import decode_utf8, held_signals, is_terminal
+from terminal import decode_utf8, held_signals, is_dumb
 
 FED_AHEAD = 2  # requests in the engine, as a multiple of those it runs at once: enough to keep it busy
 MAX_ANSWERS = 4096  # of one record, which is in the engine as a whole
@@ -78,27 +79,29 @@ class Tally:
 # The run
 
 
-def main(engine: Engine, args) -> int:
-    """Answers the records of `args.input`. Returns 0, or 1 if one failed. ValueError or OSError before anything ran:
-    the input holds an id twice, or the output may not be written."""
+def main(args, load_engine: Callable[..., Engine]) -> int:
+    """Answers the records of `args.input`. Returns 0, or 1 if one failed. ValueError or OSError before a model is
+    loaded: the input holds an id twice, or the output may not be written."""
     path = None if args.output in (None, "-") else Path(args.output)
-    num_notes = len(engine.tokenizer.notes)  # shown when the model was loaded
-    with open_input(args.input) as file:
+    with open_input(args.input) as file, alone(path):
         source = Source(file, is_text=args.input.lower().endswith(".txt"))
         if args.raw and source.dialect is OPENAI:
             raise ValueError("--raw is for short lines: in OpenAI's form /v1/completions continues the text as it is")
-        max_held = HELD_BACK * engine.config.max_requests
-        with alone(path), held_signals() as signals:
-            answered = check_output(path, file, args)
-            num_todo = source.survey(answered)
-            if path and args.resume and path.is_file():
-                repair(path)
-            with open_output(path, args, max_held) as output, progress(num_todo, output) as show:
+        answered = check_output(path, file, args)
+        num_todo, num_before = source.survey(answered), len(answered)
+        engine = load_engine(args)
+        num_notes = len(engine.tokenizer.notes)  # shown when the model was loaded
+        if path and args.resume and path.is_file():
+            repair(path)
+        with held_signals() as signals:
+            with (open_output(path, args, HELD_BACK * engine.config.max_requests) as output,
+                  progress(num_todo, output, engine if args.watch else None) as show):
                 tally = run(engine, args, source, answered, output, show, signals)
+                answered.clear()  # its memory is wanted for the order
                 output.finish(source)
             for note in engine.tokenizer.notes[num_notes:]:
                 print(f"warning: {note}", file=sys.stderr)
-            print(tally.summary() + (f" · {len(answered)} answered before" if answered else ""), file=sys.stderr)
+            print(tally.summary() + (f" · {num_before} answered before" if num_before else ""), file=sys.stderr)
             if args.stats:
                 print(statistics(engine.stats), file=sys.stderr)
     return 1 if tally.failed else 0
@@ -108,7 +111,7 @@ def run(engine: Engine, args, source: "Source", answered: set[bytes], output: "O
         signals: list[int]) -> Tally:
     """Answers the records that are not in `answered`, with a few more in the engine than it can run at once. A signal
     ends it between two steps."""
-    todo = enumerate(record for record in source.records() if not record.keys & answered)
+    todo = enumerate(record for record in source.records() if not record.is_in(answered))
     tally, in_flight, held = Tally(), {}, None
     max_in_flight = FED_AHEAD * engine.config.max_requests
     while not signals:
@@ -168,10 +171,17 @@ def submit(engine: Engine, args, dialect: "Dialect", record: Record, index: int)
 
 
 @contextlib.contextmanager
-def progress(num_todo: int, output: "Output") -> Iterator[Callable[[Tally], None]]:
-    """A bar on stderr, where stderr is a terminal that does not show the answers already; else nothing."""
-    if not is_terminal(sys.stderr) or output.file.isatty():
+def progress(num_todo: int, output: "Output", watched: Engine | None) -> Iterator[Callable[[Tally], None]]:
+    """A bar on stderr, or a panel of the engine that is `watched`, where stderr is a terminal that does not show the
+    answers already; else nothing."""
+    if is_dumb(sys.stderr) or output.file.isatty():
         yield lambda tally: None
+        return
+    if watched is not None:
+        from live import watching
+
+        with watching(watched, num_todo) as panel:
+            yield panel.count
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -194,7 +204,9 @@ def open_input(name: str) -> Iterator[BinaryIO]:
         file = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
         if name == "-" or not file.seekable():
             spool = stack.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(file, spool)
+            with named_errors(f"{tempfile.gettempdir()} (a copy of {name})"):
+                shutil.copyfileobj(file, spool)
+                spool.flush()
             file = spool
         yield file
 
@@ -226,7 +238,7 @@ class Source:
         seen, num_records, num_answered = set(), 0, 0
         for record in self.records():
             num_records += 1
-            num_answered += bool(record.keys & answered)
+            num_answered += record.is_in(answered)
             key = digest(record.id)
             if key in seen and record.id is not None:
                 first = next(other.line for other in self.records() if other.id == record.id)
@@ -262,8 +274,8 @@ class Output:
     --ordered into a pipe: answers wait for those before them; `has_room` is False while too many do.
     """
 
-    def __init__(self, file: BinaryIO, path: Path | None, max_held: int | None):
-        self.file = file
+    def __init__(self, file: BinaryIO, name: str, path: Path | None, max_held: int | None):
+        self.file, self.name = file, name
         self.path = path  # to be put in order at the end
         self.max_held = max_held  # None: nothing waits
         self.held: dict[int, Mapping] = {}
@@ -291,8 +303,20 @@ class Output:
             put_in_order(self.path, source)
 
     def _emit(self, answer: Mapping) -> None:
-        self.file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-        self.file.flush()
+        line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+        with named_errors(self.name):
+            while line:  # a full disk takes a part
+                line = line[self.file.write(line) :]
+            self.file.flush()
+
+
+@contextlib.contextmanager
+def named_errors(name: str) -> Iterator[None]:
+    """An error of writing says where it was: the system knows only that it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 @contextlib.contextmanager
@@ -303,7 +327,9 @@ def alone(path: Path | None) -> Iterator[None]:
         yield
         return
     lock = path.with_name(f".{path.name}.lock")
-    with open(lock, "w") as file:
+    with named_errors(str(path)):
+        file = open(lock, "w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))
@@ -321,9 +347,10 @@ def alone(path: Path | None) -> Iterator[None]:
 def open_output(path: Path | None, args, max_held: int) -> Iterator[Output]:
     is_file = path is not None and (path.is_file() or not path.exists())  # not a pipe, nor /dev/null
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(path, "ab" if args.resume else "wb")) if path else sys.stdout.buffer
+        # Unbuffered: of a line that failed nothing is left to be written again when the file is closed.
+        file = stack.enter_context(open(path, "ab" if args.resume else "wb", 0)) if path else sys.stdout.buffer
         in_order, waits = args.ordered and is_file, args.ordered and not is_file
-        yield Output(file, path if in_order else None, max_held if waits else None)
+        yield Output(file, str(path or "stdout"), path if in_order else None, max_held if waits else None)
 
 
 def check_output(path: Path | None, file: BinaryIO, args) -> set[bytes]:
@@ -332,6 +359,8 @@ def check_output(path: Path | None, file: BinaryIO, args) -> set[bytes]:
         return set()
     if os.path.samestat(path.stat(), os.fstat(file.fileno())):
         raise ValueError(f"{path} is the input too: name another output")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if args.resume:
         return {answer_key(answer) for _, _, answer in answers(path) if is_final(answer)}
     if not args.overwrite:
@@ -393,15 +422,17 @@ def put_in_order(path: Path, source: Source) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is complete: at any moment there is the old one or the new one."""
+    """A file that takes the place of `path` once it is complete: at any moment there is the old one or the new one.
+    What a killed run left of it is overwritten by the next."""
     path = path.resolve()  # a link stays a link
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with named_errors(str(path)), open(unfinished, "wb") as file:
+            shutil.copymode(path, unfinished)
             yield file
             file.flush()
             os.fsync(file.fileno())
-            shutil.copymode(path, file.name)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import live
 import view
 from engine import Engine
 from limits import machine, machine_limits, matrices
@@ -118,9 +119,13 @@ def main(args, load_engine: Callable[..., Engine]) -> int:
     with ExitStack() as stack:
         svg = stack.enter_context(open(args.svg, "w", encoding="utf-8")) if args.svg else None
         peers = [stack.enter_context(closing(Peer(name, args.model))) for name in dict.fromkeys(args.peer)]
+        watch = stack.enter_context(ExitStack())
+        if args.watch:
+            watch.enter_context(live.watching(engine))
         for rows in measurements(args, engine, limits, peers):
             results += rows
             print("\n".join(map(table_row, rows)), flush=True)
+        watch.close()
         results = [row | limit_fraction(row, limits) for row in results]
         roofline = view.Roofline(limits["memory_gb_per_s_at_model_size"], limits["matmul_gflops"], points(results))
         for line in view.draw_roofline(roofline, view.terminal_width(), view.has_colours()):
@@ -194,7 +199,8 @@ def points(results: Sequence[dict]) -> list[view.Point]:
 def measure(engine: Engine, workload: Workload, limits: dict, peers: Sequence[Peer] = ()) -> list[dict]:
     """A row of `results` for this engine and for each peer, which take turns on the same ids."""
     if workload.variant == "uncached":
-        engine = Engine(engine.model, replace(engine.config, prefix_cache=False), engine.tokenizer)
+        uncached = replace(engine.config, prefix_cache=False)
+        engine = same_watched(engine, Engine(engine.model, uncached, engine.tokenizer))
     runners = {"quire": partial(run_once, engine)} | {peer.name: partial(run_peer, peer, engine.vocab)
                                                       for peer in peers}
     tallies = take_turns(
@@ -213,13 +219,19 @@ def measure(engine: Engine, workload: Workload, limits: dict, peers: Sequence[Pe
     return rows
 
 
+def same_watched(engine: Engine, other: Engine) -> Engine:
+    """The other engine, at which looks who looks at the first."""
+    other.name, other.on_step = engine.name, engine.on_step
+    return other
+
+
 def measure_draft(engine: Engine) -> list[dict]:
     """Decoding without and with drafts, in turns: those of --draft, or n-grams; on a text that invites to repeat it, a
     module of this engine and its beginning again, and on one that goes on to something new."""
     source, prose = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("pace.py", "README.md"))
     texts = {"edit": f"{source}\n\n# The same module again:\n\n{source[:400]}", "new": prose[:1500]}
     drafter = engine.drafting.drafter if engine.drafting else Ngram()
-    engines = {by: Engine(engine.model, engine.config, engine.tokenizer, drafter=made)
+    engines = {by: same_watched(engine, Engine(engine.model, engine.config, engine.tokenizer, drafter=made))
                for by, made in (("plain", None), (drafter.name, drafter))}
     most = max(1, int(engine.capacity) - DRAFT_TOKENS - 1)
     prompts = {text: engine.tokenizer.encode(texts[text])[-most:] for text in texts}

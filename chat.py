@@ -1,7 +1,7 @@
-"""The terminal conversation: what is typed, what commands do, how answers appear.
+"""The conversation: what is said, what commands do.
 
-Owns the messages of the conversation and all that is particular to a terminal. Every turn renders the whole
-conversation anew; that this is cheap is the prefix cache's doing, and nothing here knows about it.
+Owns the messages; how they are typed and shown is screen.py's. Every turn renders the whole conversation anew; that
+this is cheap is the prefix cache's doing, and nothing here knows about it.
 Start at `main`, then `take_turn`. Commands are rows of COMMANDS. Only answers go to stdout.
 """
 
@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -19,21 +19,23 @@ from dialects import read_messages
 from engine import Engine
 from sampling import ALIASES, SamplingParams
 from scheduler import Request
-from terminal import decode_utf8, dim, held_signals, is_dumb
+from screen import Plain, Terminal, say, split_thought
+from terminal import decode_utf8, dim, held_signals
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a generation config may set
 NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one answer, and shows only its text
 UNLIMITED = SamplingParams(max_tokens=None)
 QUOTES = '"""'
-REFRESH_S = 0.08
+NEARLY_FULL = 0.8  # of the context
 MAX_FILE_BYTES = 64 << 20  # of what /read, /save and /load look at
 
 Messages = list[dict[str, str]]
+Screen = Plain | Terminal
 
 
 @dataclass
 class Conversation:
-    """What has been said, and how to go on. `messages` is replaced by a longer list, never changed in place."""
+    """What has been said, and how to go on. Lists of messages are replaced by other ones, never changed in place."""
 
     engine: Engine
     settings: SamplingParams
@@ -41,7 +43,9 @@ class Conversation:
     deadline_s: float | None = None
     system: str | None = None
     messages: Messages = field(default_factory=list)
+    unanswered: Messages = field(default_factory=list)  # these and a message that the context had no room for
     attached: list[str] = field(default_factory=list)  # texts to go in front of the next message
+    fold: bool = True  # what the model thinks becomes one line
     requests: list[Request] = field(default_factory=list)  # of the answers so far
     num_notes: int = 0  # of the tokenizer's, shown already
 
@@ -50,27 +54,27 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return self.engine.tokenizer.chat(system + messages)
 
-
-@dataclass(frozen=True)
-class Screen:
-    """How answers appear. `show()` is entered for each of them and gives the function that takes its text."""
-
-    show: Callable[[], contextlib.AbstractContextManager[Callable[[str], None]]]
-    stoppable: bool  # Ctrl-C ends the answer, not the program
-    statistics: bool
+    def prompt_end(self, prompt_ids: list[int]) -> str:
+        """The end of a prompt's text, where a template may let the model begin with a thought."""
+        return self.engine.tokenizer.decode(prompt_ids[-8:], show_special=True)
 
 
-def main(engine: Engine, args) -> int:
+def main(args, load_engine: Callable[..., Engine]) -> int:
     """Talks until the input ends. Returns 0, or 1 if a turn failed and nobody was there to see it."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with Terminal(completions) as terminal:  # what is typed while the model is loaded waits too
+            return talk(begin(load_engine(args), args), terminal)
+    return read_pipe(begin(load_engine(args), args), Plain(statistics=args.stats or sys.stderr.isatty()))
+
+
+def begin(engine: Engine, args) -> Conversation:
     if engine.tokenizer.chat_template is None:
         raise ValueError("the model has no chat template, so it was not made for conversations: use generate --raw")
     settings = default_settings(engine, args.sampling)
     chat = Conversation(engine, settings, settings, args.deadline, num_notes=len(engine.tokenizer.notes))
     if args.system is not None:
         set_system(chat, args.system)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return talk(chat)
-    return read_pipe(chat, Screen(plain_text, stoppable=False, statistics=args.stats or sys.stderr.isatty()))
+    return chat
 
 
 def default_settings(engine: Engine, given: Mapping) -> SamplingParams:
@@ -114,38 +118,47 @@ def handle(chat: Conversation, text: str, quoted: bool, screen: Screen) -> None:
         say(f"unknown command {name}: /help lists them; put {QUOTES} around a message that begins with /")
     elif text.strip() or chat.attached:
         content = "\n\n".join([*chat.attached, text] if text.strip() else chat.attached)
-        take_turn(chat, [*chat.messages, {"role": "user", "content": content}], screen)
-        chat.attached = []
+        take_turn(chat, [*chat.messages, message_of("user", content)], screen)
 
 
 def take_turn(chat: Conversation, messages: Messages, screen: Screen) -> None:
-    """Answers `messages`, and makes them and the answer the conversation. ValueError: it stays as it was."""
+    """Answers `messages`, and makes them and the answer the conversation. ValueError: it stays as it was; a message
+    that the context has no room for is kept apart."""
     engine, prompt_ids = chat.engine, chat.prompt_ids(messages)
     if len(prompt_ids) >= engine.capacity:
-        raise ValueError(f"the conversation has grown to {len(prompt_ids)} tokens but the context holds "
-                         f"{engine.capacity}: make room with /undo or /clear, or start with a larger --context")
+        chat.unanswered, chat.attached = messages, []
+        raise ValueError(f"the conversation would have {len(prompt_ids)} tokens but the context holds "
+                         f"{engine.capacity}: /compact drops the oldest turns and answers, /undo forgets the message, "
+                         "/clear begins anew; or start with a larger --context")
     request = engine.submit(prompt_ids, chat.settings, deadline_s=chat.deadline_s)
-    with held_signals() as signals, screen.show() as write:
+    show_reading = screen.reading(request)
+    with held_signals() as signals, screen.show(chat.prompt_end(prompt_ids), chat.fold) as write:
         while request.finish_reason is None:
-            for output in engine.step():
-                write(output.text)
+            outputs = engine.step()
             if signals and (output := engine.abort(request)):
-                write(output.text)
+                outputs.append(output)
+            show_reading()
+            write("".join(output.text for output in outputs))
         if screen.stoppable:
             signals[:] = [number for number in signals if number != signal.SIGINT]  # it wanted no more than this
     if request.error:
         raise ValueError(request.error)
     if request.finish_reason == "cancelled" and not request.text:
         raise ValueError("stopped before the first word: the message is not part of the conversation")
-    chat.messages = [*messages, {"role": "assistant", "content": request.text}]
+    chat.messages, chat.unanswered, chat.attached = [*messages, message_of("assistant", request.text)], [], []
     chat.requests.append(request)
     remark(chat, request, screen)
+
+
+def message_of(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def remark(chat: Conversation, request: Request, screen: Screen) -> None:
     """Says what the answer does not show: that it was cut, what the vocabulary lacks, statistics."""
     if request.finish_reason == "length" and len(request.tokens) == chat.engine.capacity:
-        say(f"the answer is cut: the context of {chat.engine.capacity} tokens is full; make room with /undo or /clear")
+        say(f"the answer is cut: the context of {chat.engine.capacity} tokens is full; /compact drops the oldest "
+            "turns, /undo the last, /clear all")
     elif request.finish_reason == "length":
         say(f"the answer is cut after max_tokens {request.params.max_tokens}")
     elif request.finish_reason == "cancelled":
@@ -166,6 +179,19 @@ def statistics(chat: Conversation, request: Request) -> str:
     return (f"{request.num_output} tokens{rate} · prompt {request.num_prompt} ({request.num_cached} cached) · "
             f"context {len(request.tokens)}/{chat.engine.capacity}"
             + (f" · seed {request.params.seed}" if request.params.temperature > 0 else ""))
+
+
+def context_use(chat: Conversation) -> str:
+    """How full the context is, once something is said."""
+    try:
+        num_tokens = len(chat.prompt_ids(chat.messages)) if chat.messages else 0
+    except ValueError:  # the template has something against messages without a new one
+        num_tokens = 0
+    if not num_tokens:
+        return ""
+    used = num_tokens / chat.engine.capacity
+    return (f"context {num_tokens} of {chat.engine.capacity} tokens ({used:.0%})"
+            + " · /compact makes room" * (used > NEARLY_FULL))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,8 +237,11 @@ def line_reader(file) -> Callable[[str], str]:
 
 
 def read_input(read_line: Callable[[str], str]) -> tuple[str, bool]:
-    '''One line, or the lines from """ to """, and whether it was these. `read_line` is given what to show before it.'''
+    '''One line, or the lines from """ to """, and whether it is a message as it stands. `read_line` is given what to
+    show before it.'''
     text = read_line(">>> ")
+    if "\n" in text.strip():  # a paste, or typed so: all of it is here, whatever it begins with
+        return text, not text.startswith("/system ")
     if not text.lstrip().startswith(QUOTES):
         return text, False
     text = text.lstrip().removeprefix(QUOTES)
@@ -224,43 +253,19 @@ def read_input(read_line: Callable[[str], str]) -> tuple[str, bool]:
     return text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n"), True
 
 
-def talk(chat: Conversation) -> int:
+def talk(chat: Conversation, terminal: Terminal) -> int:
     """Reads from a terminal. A paste is one message, as the terminal brackets it."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer, Completion
-
-    class Words(Completer):
-        def get_completions(self, document, event):
-            start, words = completions(document.text_before_cursor)
-            return [Completion(word, start_position=start) for word in words]
-
-    session = PromptSession(history=history(), completer=Words(), complete_while_typing=False,
-                            prompt_continuation=lambda *_: "... ")
-    screen = Screen(plain_text if is_dumb(sys.stdout) else markdown, stoppable=True, statistics=True)
     say(dim(f"{chat.engine.name} · /help lists the commands · Ctrl-D leaves"))
     while True:
         try:
-            handle(chat, *read_input(session.prompt), screen)
+            terminal.status = context_use(chat)
+            handle(chat, *read_input(terminal.read_line), terminal)
         except KeyboardInterrupt:
             continue
         except EOFError:
             return 0
         except ValueError as error:
             say(str(error))
-
-
-def history():
-    """Lines of earlier conversations, kept in the user's state folder."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "quire" / "chat_history"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except OSError as error:
-        say(dim(f"no history is kept: {path}: {error.strerror}"))
-        return InMemoryHistory()
-    return FileHistory(path)
 
 
 def completions(typed: str) -> tuple[int, list[str]]:
@@ -272,6 +277,8 @@ def completions(typed: str) -> tuple[int, list[str]]:
         return -len(typed), [name for row in COMMANDS for name in row.names if name.startswith(typed)]
     if command == "/set":
         return -len(argument), [f.name for f in fields(SamplingParams) if f.name.startswith(argument)]
+    if command == "/think":
+        return -len(argument), [word for word in ("open", "fold") if word.startswith(argument)]
     if command in ("/read", "/save", "/load"):
         folder, _, name = argument.rpartition("/")
         with contextlib.suppress(OSError):
@@ -279,102 +286,6 @@ def completions(typed: str) -> tuple[int, list[str]]:
             found = sorted(path.name + "/" * path.is_dir() for path in place.iterdir() if path.name.startswith(name))
             return -len(name), found
     return 0, []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What appears
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def plain_text() -> Iterator[Callable[[str], None]]:
-    yield lambda text: print(text, end="", flush=True)
-    print("\n", flush=True)
-
-
-@contextlib.contextmanager
-def markdown() -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        writer = MarkdownWriter(console, live)
-        try:
-            yield writer.write
-        finally:
-            writer.close()
-    console.print()
-
-
-class MarkdownWriter:
-    """Blocks of Markdown are printed once they are complete; only the last, which may still change, is drawn again and
-    again, in place. So nothing flickers and all stays in the terminal's scroll-back."""
-
-    def __init__(self, console, live):
-        self.console, self.live = console, live
-        self.rest = ""  # what is not printed yet
-        self.num_printed = 0
-        self.next_draw_s = 0.0
-
-    def write(self, text: str) -> None:
-        self.rest += text
-        if "\n" in text:
-            complete, self.rest = split_blocks(self.rest)
-            self._print(complete)
-        started_s = time.perf_counter()
-        if started_s >= self.next_draw_s:
-            self.live.update(Tail(rendered(self.rest)), refresh=True)
-            drawn_s = time.perf_counter()
-            self.next_draw_s = drawn_s + max(REFRESH_S, 5 * (drawn_s - started_s))  # a long block is drawn less often
-
-    def close(self) -> None:
-        self._print(self.rest)
-
-    def _print(self, text: str) -> None:
-        if text.strip():
-            self.live.update("")
-            self.console.print(*["\n"] * (self.num_printed > 0), rendered(text), sep="")
-            self.num_printed += 1
-
-
-class Tail:
-    """As much of the end of something as the screen has room for."""
-
-    def __init__(self, renderable):
-        self.renderable = renderable
-
-    def __rich_console__(self, console, options):
-        from rich.segment import Segment
-
-        lines = console.render_lines(self.renderable, options, pad=False)
-        for line in lines[-max(console.height - 2, 1) :]:
-            yield from (*line, Segment.line())
-
-
-def rendered(text: str):
-    from rich.markdown import Markdown
-
-    made = Markdown(text)
-    for token in made.parsed:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type = "hardbreak"  # a model that ends a line means it
-    return made
-
-
-def split_blocks(text: str) -> tuple[str, str]:
-    """Cuts before the last block at the top level: those before it are complete."""
-    from markdown_it import MarkdownIt
-
-    blocks = MarkdownIt().enable("table").parse(text)
-    first_lines = [block.map[0] for block in blocks if block.level == 0 and block.map]
-    lines = text.split("\n")
-    num_complete = first_lines[-1] if first_lines else 0
-    return "\n".join(lines[:num_complete]), "\n".join(lines[num_complete:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,12 +318,13 @@ def leave(chat: Conversation, argument: str) -> None:
 
 
 def clear(chat: Conversation, argument: str) -> None:
-    chat.messages, chat.attached = [], []
+    chat.messages, chat.unanswered, chat.attached = [], [], []
     say("a new conversation; the system turn and the settings stay")
 
 
 def regenerate(chat: Conversation, argument: str) -> Messages:
-    messages = chat.messages[:-1] if chat.messages and chat.messages[-1]["role"] == "assistant" else chat.messages
+    messages = chat.unanswered or chat.messages
+    messages = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not messages:
         raise ValueError("there is no answer yet")
     if chat.settings.temperature == 0 or chat.settings.seed is not None:
@@ -421,11 +333,34 @@ def regenerate(chat: Conversation, argument: str) -> Messages:
 
 
 def undo(chat: Conversation, argument: str) -> None:
-    turns = [i for i, message in enumerate(chat.messages) if message["role"] == "user"]
+    messages = chat.unanswered or chat.messages
+    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
         raise ValueError("there is nothing to undo")
-    say(f"forgotten: {chat.messages[turns[-1]]['content']}")
-    chat.messages = chat.messages[: turns[-1]]
+    say(f"forgotten: {messages[turns[-1]]['content']}")
+    chat.messages, chat.unanswered = messages[: turns[-1]], []
+
+
+def compact(chat: Conversation, argument: str) -> Messages | None:
+    """Drops the oldest turns, as few as leave half of the context free. What had no room is answered then."""
+    messages, half = chat.unanswered or chat.messages, chat.engine.capacity // 2
+    starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not starts:
+        raise ValueError("there is nothing to drop")
+    num_before = len(chat.prompt_ids(messages))
+    # The more turns are dropped, the fewer tokens are left. The last turn stays.
+    first = bisect_left(starts[:-1], True, key=lambda start: len(chat.prompt_ids(messages[start:])) <= half)
+    kept = messages[starts[first] :] if first else messages
+    num_tokens = len(chat.prompt_ids(kept))
+    if num_tokens >= chat.engine.capacity:
+        raise ValueError(f"the last message alone takes {num_tokens} tokens but the context holds "
+                         f"{chat.engine.capacity}: /undo forgets it; shorten it, or start with a larger --context")
+    say(f"the oldest {first} of {len(starts)} turns are dropped: {num_before} tokens before, {num_tokens} now")
+    if not chat.unanswered:
+        chat.messages = kept
+        return None
+    chat.messages, chat.unanswered = kept[:-1], []
+    return kept
 
 
 def set_system(chat: Conversation, argument: str) -> None:
@@ -472,7 +407,7 @@ def parsed_value(name: str, text: str):
 def show_settings(chat: Conversation, argument: str) -> None:
     num_tokens = len(chat.prompt_ids(chat.messages)) if chat.messages else 0
     say(f"model {chat.engine.name}\nsystem {chat.system}\nmessages {len(chat.messages)}, "
-        f"{num_tokens} of {chat.engine.capacity} tokens")
+        f"{num_tokens} of {chat.engine.capacity} tokens\nthoughts {'folded' if chat.fold else 'open'}")
     for name, value in asdict(chat.settings).items():
         if name not in NOT_IN_CHAT:
             say(f"{name} {value}")
@@ -517,7 +452,8 @@ def load(chat: Conversation, argument: str) -> None:
     loaded = replace(chat, system=system, messages=messages, settings=settings, attached=[])
     if messages:
         loaded.prompt_ids(messages)
-    chat.system, chat.messages, chat.settings, chat.attached = system, messages, settings, []
+    chat.system, chat.messages, chat.settings = system, messages, settings
+    chat.unanswered, chat.attached = [], []
     other = f", which was had with {saved['model']}" if saved.get("model") not in (None, chat.engine.name) else ""
     say(f"{len(messages)} messages from {argument}{other}")
 
@@ -535,6 +471,20 @@ def saved_conversation(path: str) -> Mapping:
     return saved
 
 
+def think(chat: Conversation, argument: str) -> None:
+    if argument not in ("", "open", "fold"):
+        raise ValueError(f"/think takes open or fold, not {argument}: alone it shows what was thought last")
+    if argument:
+        chat.fold = argument == "fold"
+        return say("thoughts are " + ("folded into a line" if chat.fold else "shown in full"))
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("there is no answer yet")
+    prompt_end = chat.prompt_end(chat.prompt_ids(chat.messages[: answers[-1]]))
+    thought, _ = split_thought(chat.messages[answers[-1]]["content"], prompt_end)
+    say(dim(thought) if thought else "the last answer begins without a thought")
+
+
 def show_statistics(chat: Conversation, argument: str) -> None:
     if not chat.requests:
         raise ValueError("there is no answer yet")
@@ -549,11 +499,13 @@ COMMANDS = (
     Command(("/clear", "/new", "/reset"), "", "start a new conversation", clear),
     Command(("/regen", "/r"), "", "answer the last message again", regenerate),
     Command(("/undo",), "", "forget the last message and its answer", undo),
+    Command(("/compact",), "", "drop the oldest turns, to half of the context", compact),
     Command(("/system",), "TEXT", 'set the system turn; "" removes it', set_system),
     Command(("/set",), "NAME VALUE", "set how answers are drawn; `off` and `default` are values too", set_value),
     Command(("/show",), "", "settings, and how full the context is", show_settings),
     Command(("/read",), "FILE", "put a file's text in front of the next message", read_file),
     Command(("/save",), "FILE", "write the conversation as JSON", save),
     Command(("/load",), "FILE", "go on with a saved conversation", load),
+    Command(("/think",), "open|fold", "how thoughts appear; alone: the last ones in full", think),
     Command(("/stats",), "", "tokens, speed and cache hits", show_statistics),
 )

@@ -34,6 +34,9 @@ class Record:
         which an answer without request_id is."""
         return {self.key, digest(self.id)}
 
+    def is_in(self, keys: set[bytes]) -> bool:
+        return bool(keys) and not keys.isdisjoint(self.keys)
+
     @property
     def key(self) -> bytes:
         return digest([self.line if self.id is None else self.id, self.content.hex()])

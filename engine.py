@@ -9,7 +9,6 @@ cache, model, sampling, tokenizer) do not know each other. Start at `Engine.subm
 """
 
 import operator
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcache import Cache, Lease
+from kvcache import Cache, KVSpec, Lease, free_memory_bytes
 from model import Batch, Model
 from replay import Replay
 from sampling import Drawn, Sampler, SamplingParams, accept, chances
@@ -130,7 +129,8 @@ class Engine:
             self.draft_with(drafter)
         self.sums = Counter()
         self.num_submitted = 0
-        self.on_step: Callable[[dict], None] | None = None  # given what each step did, as `--trace` writes it
+        # Given the engine and what each step did, as `--trace` writes it.
+        self.on_step: Callable[[Engine, dict], None] | None = None
 
     def draft_with(self, drafter: Drafter) -> None:
         """Has requests from now on decode with drafts; before the first request, if the drafter needs hidden rows."""
@@ -140,22 +140,7 @@ class Engine:
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
-        token_bytes = sum(spec.bytes_per_token(self.cache_dtype) for spec in specs) + config.drafter_token_bytes
-        page_bytes = config.page_size * token_bytes
-        num_pages = config.num_pages
-        if num_pages is None:
-            num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_memory_bytes())
-            if config.cache_memory_gb is not None:
-                num_bytes = config.cache_memory_gb * 1e9
-            num_pages = int(num_bytes // page_bytes)
-            if config.max_requests == 1:
-                num_pages = min(num_pages, -(-self.model.context // config.page_size))
-        if num_pages * page_bytes > free_memory_bytes():
-            raise ValueError(f"a cache of {num_pages} pages needs {num_pages * page_bytes / 1e9:.1f} GB but "
-                             f"{free_memory_bytes() / 1e9:.1f} are free: lower --num-pages or --cache-memory")
-        if num_pages < 1:
-            raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
-                             f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
+        num_pages = count_pages(config, specs, self.cache_dtype, self.model.context)
         return Cache(specs, num_pages, config.page_size, self.cache_dtype, self.model.device,
                      max_leases=config.max_requests, max_tokens=self.model.context,
                      max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
@@ -269,7 +254,7 @@ class Engine:
         trace = self.on_step and self._trace(chunks, seconds)
         outputs += [self._extend(chunk, tokens) for chunk, tokens in zip(drawing, drawn)]
         if trace:
-            self.on_step(trace)  # last: whatever comes of it, the step is complete
+            self.on_step(self, trace)  # last: whatever comes of it, the step is complete
         return outputs
 
     @property
@@ -436,6 +421,31 @@ class Engine:
         return torch.cat(logits)
 
 
+def count_pages(config: EngineConfig, specs: Sequence[KVSpec], dtype: torch.dtype, context: int,
+                taken_bytes: int = 0) -> int:
+    """Pages of the cache. ValueError if memory has no room for them, `taken_bytes` of what is free being spoken for."""
+    token_bytes = sum(spec.bytes_per_token(dtype) for spec in specs) + config.drafter_token_bytes
+    page_bytes, free_bytes = config.page_size * token_bytes, max(0, free_memory_bytes() - taken_bytes)
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_bytes)
+        if config.cache_memory_gb is not None:
+            num_bytes = config.cache_memory_gb * 1e9
+        num_pages = int(num_bytes // page_bytes)
+        if config.max_requests == 1:
+            num_pages = min(num_pages, -(-context // config.page_size))
+    if num_pages * page_bytes > free_bytes:
+        fitting = int(free_bytes // page_bytes)
+        smaller = " or halve it by --cache-dtype int8" * (dtype.itemsize > 1)
+        raise ValueError(f"a cache of {num_pages} pages needs {num_pages * page_bytes / 1e9:.1f} GB but "
+                         f"{free_bytes / 1e9:.1f} are free: lower it to --num-pages {fitting} (--cache-memory "
+                         f"{fitting * page_bytes / 1e9:.1f}, {fitting * config.page_size} tokens){smaller}")
+    if num_pages < 1:
+        raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
+                         f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
+    return num_pages
+
+
 class Writer:
     """One request's ids to text: held back while it may be the start of a stop string, cut where one is complete.
 
@@ -480,13 +490,3 @@ class Writer:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`, and is not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -16,6 +16,7 @@ ALIASES = {"-p": "--prompt", "-S": "--system", "--max-new-tokens": "--max-tokens
            "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--ctx-size": "--context",
            "--max-model-len": "--context", "--max-num-batched-tokens": "--max-step-tokens",
            "--max-num-seqs": "--max-requests"}
+UNBROKEN, UNBROKEN_HYPHEN = "\N{NO-BREAK SPACE}", "\N{NON-BREAKING HYPHEN}"
 TEXT_FLAGS = ("--prompt", "--system", "--stop", "--decode")  # their value may begin with a dash
 
 
@@ -51,14 +52,30 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists the flags")
 
     def print_help(self, file=None) -> None:
-        print(self.format_help(), end="", file=file)
+        print(self.format_help().replace(UNBROKEN, " ").replace(UNBROKEN_HYPHEN, "-"), end="", file=file)
 
 
-def make_parser(commands: Mapping[str, Command]) -> Parser:
+class PrintCompletions(argparse.Action):
+    """Prints a script for the shell that is named, and ends."""
+
+    def __call__(self, parser, namespace, shell, option_string=None):
+        from completions import completion_script
+
+        print(completion_script(shell, {name: (command.help, [*command.all_flags, HELP_ALL])
+                                        for name, command in self.commands.items()}))
+        parser.exit()
+
+
+def make_parser(commands: Mapping[str, Command], in_full: bool = False) -> Parser:
+    """`in_full`: help tells of every flag; else those that most people leave alone are only named, so that it fits a
+    screen."""
     parser = Parser(prog="run.py", usage="run.py [COMMAND] [flags]", description="Runs language models, exactly.",
                     epilog="Without a command: generate; without anything, in a terminal: chat. "
                            "run.py COMMAND --help lists a command's flags.")
     parser.add_argument("--version", action="version", version=f"quire {VERSION}")
+    completions = parser.add_argument("--completions", action=PrintCompletions, choices=("bash", "zsh", "fish"),
+                                      metavar="SHELL", help="print a script that completes commands and flags")
+    completions.commands = commands
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in commands.items():
         sub = subparsers.add_parser(name, prog=f"run.py {name}", usage=f"run.py {name} {command.usage}",
@@ -66,12 +83,26 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         group = sub
         for title in (None, *command.groups):
+            flags, is_brief = command.flags if title is None else GROUPS[title], title in BRIEF and not in_full
             if title not in (None, "requests") and not (title == "model" and "prompt" in command.groups):
-                group = sub.add_argument_group(title)  # the others stand under the title before them
-            for names, options in command.flags if title is None else GROUPS[title]:
-                group.add_argument(*names, **options)
+                group = sub.add_argument_group(title, "" if is_brief else None)  # others stand under the one before
+            for names, options in flags:
+                group.add_argument(*names, **options | ({"help": argparse.SUPPRESS} if is_brief else {}))
+            if is_brief:
+                group.description += (", " if group.description else "") + ", ".join(map(named, shown(flags)))
+        sub.add_argument(*HELP_ALL[0], **HELP_ALL[1])
         sub.set_defaults(run=command.run, command=name, **command.defaults)
     return parser
+
+
+def shown(flags: Iterable[Flag]) -> list[Flag]:
+    return [flag for flag in flags if flag[1].get("help") != argparse.SUPPRESS]
+
+
+def named(flag: Flag) -> str:
+    """As one word, which no line end cuts: for instance -n/--max-tokens N."""
+    names, options = flag
+    return UNBROKEN.join(["/".join(names), *filter(None, [options.get("metavar")])]).replace("-", UNBROKEN_HYPHEN)
 
 
 def value(convert: Callable, accepts: Callable, complaint: str) -> Callable[[str], object]:
@@ -88,8 +119,10 @@ def value(convert: Callable, accepts: Callable, complaint: str) -> Callable[[str
 
 
 def one_of(*built: str, later: str | None = None) -> Callable[[str], object]:
-    return value(str, built.__contains__,
-                 f"is not one of {', '.join(built)}" + (f" ({later} is not built yet)" if later else ""))
+    parse = value(str, built.__contains__,
+                  f"is not one of {', '.join(built)}" + (f" ({later} is not built yet)" if later else ""))
+    parse.choices = built  # for completion
+    return parse
 
 
 def id_list(text: str) -> list[int]:
@@ -213,6 +246,8 @@ REQUEST_FLAGS = [
          help="admission class: priority, share, ... (repeatable)"),
     flag("--trace", metavar="FILE", help="write what each step did, a JSON line each"),
 ]
+HELP_ALL = flag("--help-all", action="help", help="tell what each flag does")
+BRIEF = ("sampling", "engine", "requests")  # groups whose flags help only names
 GROUPS = {"prompt": PROMPT_FLAGS, "model": MODEL_FLAGS, "arithmetic": DTYPE_FLAGS, "sampling": SAMPLING_FLAGS,
           "engine": ENGINE_FLAGS, "requests": REQUEST_FLAGS}
 
@@ -227,3 +262,7 @@ class Command:
     flags: list[Flag]
     groups: tuple[str, ...]
     defaults: dict = field(default_factory=dict)
+
+    @property
+    def all_flags(self) -> list[Flag]:
+        return [flag for flags in (self.flags, *(GROUPS[name] for name in self.groups)) for flag in flags]

@@ -9,13 +9,16 @@ keys mean equal prefixes. A published page that nobody holds stays cached until 
 first.
 """
 
+import contextlib
 import math
+import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 
@@ -336,3 +339,26 @@ class Cache:
         for offset in range(0, len(raw), nbytes):
             key = blake2b(key + raw[offset : offset + nbytes], digest_size=16).digest()
             lease.keys.append(key)
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping, of the machine's and of what a container may use."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return min([free, *(max(0, limit - used) for limit, used in group_memory(Path("/sys/fs/cgroup")))])
+
+
+def group_memory(cgroup: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of the control group's memory, less what it can give back at once, in bytes; nothing without a
+    limit."""
+    for folder, limit, used, given_back in ((cgroup, "memory.max", "memory.current", "inactive_file"),
+                                            (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                             "total_inactive_file")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another version of groups, or "max"
+            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield (int((folder / limit).read_text()),
+                   int((folder / used).read_text()) - int(fields[given_back]))

@@ -206,8 +206,7 @@ class Model:
 
     def kv_specs(self) -> list[KVSpec]:
         """What each layer keeps of a token."""
-        c = self.config
-        return [KVSpec(c.kv_heads, c.head_dim, c.head_dim, layer.window) for layer in c.layers]
+        return kv_specs(self.config)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: Cache) -> tuple[Tensor, list[Tensor]]:
@@ -240,6 +239,10 @@ class Model:
     def logits(self, h_LD: Tensor) -> Tensor:
         """Scores of the next token for hidden rows: logits_LV, in at least float32."""
         return wide(self.output(h_LD))
+
+
+def kv_specs(config: ModelConfig) -> list[KVSpec]:
+    return [KVSpec(config.kv_heads, config.head_dim, config.head_dim, layer.window) for layer in config.layers]
 
 
 def wide(x_LV: Tensor) -> Tensor:

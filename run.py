@@ -1,13 +1,13 @@
 """The command line: `run.py generate`, `chat`, `batch`, `bench`, `perplexity`, `tokenize`, `info`, `trace`, `models`.
 
-Owns exit statuses, what goes to stdout and what to stderr, and how a model file becomes an Engine. Knows nothing
-of tensors. A command imports what it needs when it needs it, so that help, `tokenize` and `info` answer without torch.
-Start at `main`, then `generate` and `load_engine`; the table of commands is at the end, flags they share in flags.py.
+Owns exit statuses, and what goes to stdout and what to stderr. How flags become an engine is loading.py's. A command
+imports what it needs when it needs it, so that help, `tokenize` and `info` answer without torch. Start at `main`, then
+`generate`; the table of commands is at the end, flags they share in flags.py.
 """
 from __future__ import annotations
 
 import argparse
-import ctypes
+import errno
 import json
 import math
 import os
@@ -18,30 +18,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flags import (COUNT, DTYPE_NBYTES, IDS, SAMPLING_FIELDS, SCALE, Command, UsageError, flag, make_parser,
                    normalized, switch, value)
-from terminal import Download, abandon, decode_utf8, dim, held_signals, is_terminal, open_closed_streams, warn
+from loading import arithmetic, find_model, load_engine, models_folder, open_checkpoint, open_tokenizer, sampling_params
+from terminal import (Download, abandon, decode_utf8, dim, forget_given_size, held_signals, is_dumb, is_terminal,
+                      open_closed_streams, warn)
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoint
-    from engine import Engine, EngineConfig, Output
-    from families import LayerConfig, ModelConfig
-    from model import Model
-    from native import Native
-    from sampling import SamplingParams
-    from scheduler import AdmissionClass, Request
-    from speculative import Drafter
+    from engine import Engine, Output
+    from families import LayerConfig
+    from scheduler import Request
     from tokenizer import Tokenizer
 
-DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 SAME_TOKENS = {"float64": "yes", "float32": "but for near-ties"}  # of torch, whatever the batch; others: not promised
-NATIVE_DTYPES = ("quantized", "bfloat16", "float32")  # of weights; activations are float32
 MAX_SAMPLES = 4096  # in the engine together
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 LINE_END = re.compile(r"\r?\n\Z")
 WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  # less has no room for a picture
 
@@ -49,6 +43,7 @@ WIDTH = value(int, lambda n: n >= 40, "is not a whole number of at least 40")  #
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. An error becomes one line on stderr."""
     open_closed_streams()
+    forget_given_size()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script in the background ignored it
@@ -82,21 +77,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> int:
     words = with_command(decoded(words))
-    args, unknown = make_parser(COMMANDS).parse_known_args(list(normalized(words)))
+    parser = make_parser(COMMANDS, in_full="--help-all" in words)
+    args, unknown = parser.parse_known_args(list(normalized(words)))
     if unknown:
         raise UsageError(f"unknown: {' '.join(unknown)}; run.py {args.command} --help lists the flags")
     args.sampling = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     return args.run(args)
 
 
+REMEDIES = {errno.ENOENT: "check the path", errno.ENOTDIR: "check the path", errno.EISDIR: "name a file",
+            errno.EACCES: "check its permissions, or name another place", errno.EPERM: "name another place",
+            errno.EROFS: "name another place", errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+            errno.ENOSPC: "free some, or name another place (batch goes on with --resume)"}
+
+
 def one_line(error: Exception) -> str:
     """What went wrong, for the user: value, limit, remedy. A bug of ours is told by its type too."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # Python's, torch's
         return "out of memory: lower --cache-memory or --context, or take a smaller model or --dtype"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed here: `make run` sets up .venv once, then run .venv/bin/python run.py"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
+        place = "stdout" if error.filename is None else error.filename  # other files are named where they fail
+        return f"{place}: {error.strerror}" + (f": {REMEDIES[error.errno]}" if error.errno in REMEDIES else "")
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
 
@@ -115,7 +118,8 @@ def with_command(words: list[str]) -> list[str]:
     """`run.py -p hi` and `run.py "some prompt"` are short for generate, `run.py` alone in a terminal for chat."""
     if not words:
         return ["chat"] if is_terminal(sys.stdin) else ["generate"]
-    return words if words[0] in (*COMMANDS, "-h", "--help", "--version") else ["generate", *words]
+    known = (*COMMANDS, "-h", "--help", "--version", "--completions")
+    return words if words[0].partition("=")[0] in known else ["generate", *words]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,6 +135,11 @@ def generate(args: argparse.Namespace) -> int:
         raise UsageError(f"num_samples is {params.num_samples} but generate draws at most {MAX_SAMPLES}: use batch")
     if params.num_samples == 1 and args.max_requests is None:
         args.max_requests = 1  # a cache for one context is enough
+    if args.show_tokens:
+        if args.json or is_dumb(sys.stdout) or "NO_COLOR" in os.environ:
+            raise UsageError("--show-tokens needs a terminal with colours: --json --logprobs N gives the numbers")
+        args.sampling.setdefault("logprobs", 0)
+        params = sampling_params(args)
     start_s = time.perf_counter()
     engine = load_engine(args)
     load_s = time.perf_counter() - start_s
@@ -139,7 +148,7 @@ def generate(args: argparse.Namespace) -> int:
                 for sample in params.samples()]
     echo = prompt if args.echo else ""
     with held_signals() as signals:
-        answer(engine, requests, None if args.json else SampleWriter(requests, echo), signals)
+        answer(engine, requests, None if args.json else SampleWriter(requests, echo, args.show_tokens), signals)
         if args.json:
             for i, request in enumerate(requests):
                 fields = as_json(request, load_s) | {"text": echo + request.text, "sample": i, "model": engine.name}
@@ -168,22 +177,6 @@ def read_prompt(args: argparse.Namespace, drop_line_end: bool = False) -> str:
     return LINE_END.sub("", text) if drop_line_end else text
 
 
-def sampling_params(args: argparse.Namespace, vocab: int | None = None) -> SamplingParams:
-    """What the sampling flags say: checked before a model is loaded, ids once the size of its vocabulary is known.
-
-    chat and batch lay the same flags over defaults of their own."""
-    from sampling import SamplingParams
-
-    base = SamplingParams() if args.command == "generate" else SamplingParams(max_tokens=None)
-    try:
-        params = SamplingParams.from_fields(args.sampling, base)
-        if vocab is not None:
-            params.check_ids(vocab)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return params
-
-
 def encode(tokenizer: Tokenizer, prompt: str, args: argparse.Namespace) -> list[int]:
     """The prompt as one user turn; with --raw, or for a model without a chat template, as it stands."""
     num_notes = len(tokenizer.notes)
@@ -202,26 +195,44 @@ def encode(tokenizer: Tokenizer, prompt: str, args: argparse.Namespace) -> list[
 class SampleWriter:
     """Writes answers one after the other while they come all at once: the first streams, the others wait their turn."""
 
-    def __init__(self, requests: Sequence[Request], echo: str):
-        self.waiting, self.echo = list(requests), echo
+    def __init__(self, requests: Sequence[Request], echo: str, with_heat: bool = False):
+        self.waiting, self.echo, self.with_heat, self.heat = list(requests), echo, with_heat, None
         print(echo, end="", flush=True)
 
     def write(self, outputs: Iterable[Output]) -> None:
         """Writes what a step brought to the sample whose turn it is, and what those behind it have meanwhile."""
         for output in outputs:
             if self.waiting and output.request is self.waiting[0]:
-                print(output.text, end="", flush=True)
+                print(self._new_text(output.text), end="", flush=True)
         while self.waiting and self.waiting[0].finish_reason is not None:
             self.waiting.pop(0)
-            print(f"\n---\n{self.echo}{self.waiting[0].text}" if self.waiting else "\n", end="", flush=True)
+            self.heat = None
+            more = f"---\n{self.echo}{self._new_text(self.waiting[0].text)}" if self.waiting else ""
+            print(f"\n{more}", end="", flush=True)
+
+    def _new_text(self, text: str) -> str:
+        """`text`, which the sample whose turn it is has more than before, as it is shown."""
+        if not self.with_heat:
+            return text
+        from live import Heat
+
+        self.heat = self.heat or Heat()
+        return self.heat.new_text(self.waiting[0])
 
 
 def answer(engine: Engine, requests: Sequence[Request], writer: SampleWriter | None, signals: list[int]) -> None:
     """Runs the requests to their end, or cancels them after the step in which a signal came."""
+    show_reading = None
+    if requests[0].num_prompt > engine.config.max_step_tokens and not is_dumb(sys.stderr):
+        from live import Reading
+
+        show_reading = Reading(requests[0]).show
     while engine.has_work:
         outputs = engine.step()
         if signals:
             outputs += [output for request in requests if (output := engine.abort(request))]
+        if show_reading is not None:
+            show_reading()
         if writer is not None:
             writer.write(outputs)
 
@@ -255,8 +266,13 @@ def report(requests: Sequence[Request], args: argparse.Namespace) -> None:
     if seconds is not None and any(r.finish_reason == "cancelled" and r.finished_s > r.deadline_s for r in requests):
         warn([f"cancelled after --deadline {seconds:g} s"])
     seed = [f"seed {params.seed}"] if params.temperature > 0 else []
+    if args.show_tokens and is_terminal(sys.stderr):
+        from live import heat_legend
+
+        print(heat_legend(), file=sys.stderr)
     if args.stats or is_terminal(sys.stderr):
-        print(dim(" · ".join([statistics(requests), *seed, f"{peak_memory_gb():.1f} GB"])), file=sys.stderr)
+        cut = ["cut at its longest"] if any(request.finish_reason == "length" for request in requests) else []
+        print(dim(" · ".join([statistics(requests), *seed, f"{peak_memory_gb():.1f} GB", *cut])), file=sys.stderr)
     elif seed and "seed" not in args.sampling and not args.json:
         print(seed[0], file=sys.stderr)
 
@@ -288,7 +304,7 @@ def run_chat(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} has no use in a chat: leave it out")
     sampling_params(args)
     args.max_requests = args.max_requests or 1
-    return chat.main(load_engine(args), args)
+    return chat.main(args, load_engine)
 
 
 def run_batch(args: argparse.Namespace) -> int:
@@ -299,7 +315,7 @@ def run_batch(args: argparse.Namespace) -> int:
     if (args.resume or args.overwrite) and args.output in (None, "-"):
         raise UsageError("--resume and --overwrite are for an output file: name it with -o OUT")
     sampling_params(args)
-    return batch.main(load_engine(args), args)
+    return batch.main(args, load_engine)
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -318,247 +334,6 @@ def run_perplexity(args: argparse.Namespace) -> int:
     if (args.file is None) == (args.ids is None):
         raise UsageError("perplexity takes a FILE of text or --ids FILE, one of them")
     return bench.perplexity_main(load_engine(args), args)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From a model file to an engine
-
-
-def load_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the flags describe. What is wrong with them is found before anything large is read."""
-    import torch
-
-    import kernels
-    from engine import Engine
-    from model import load_model
-
-    check_trace(args)
-    engine_config = make_engine_config(args)
-    checkpoint = open_checkpoint(args)
-    config = checkpoint.config
-    if args.context is not None and args.context > config.max_context:
-        raise UsageError(f"--context is {args.context} but the model covers {config.max_context} tokens: lower it")
-    tokenizer = open_tokenizer(checkpoint, args)
-    sampling_params(args, vocab=min(config.vocab, tokenizer.vocab_size))
-    draft = open_draft(args, tokenizer)
-    if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
-        torch.set_num_threads(args.threads or usable_cores())
-    keep_large_blocks_apart()
-    dtype, _, is_native = arithmetic(config, args)
-    ops = load_native(args) if is_native else None
-    if ops is None:
-        ops, dtype = kernels, "bfloat16" if dtype == "quantized" else dtype
-    else:
-        ops.set_threads(torch.get_num_threads())
-    weights_dtype = None if dtype == "quantized" else getattr(torch, dtype)
-    model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
-    warn(model.notes)
-    if draft is not None:
-        c, nbytes = draft.config, 2 if stays_quantized(draft, model, args) else model.dtype.itemsize
-        token_bytes = 2 * len(c.layers) * c.kv_heads * c.head_dim * nbytes
-        engine_config = replace(engine_config, drafter_token_bytes=token_bytes)
-    engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
-    if (drafter := make_drafter(engine, checkpoint, draft, args)) is not None:
-        engine.draft_with(drafter)
-    if args.trace is not None:
-        engine.on_step = trace_writer(args.trace)
-    return engine
-
-
-def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | None:
-    """The file of the draft model that --draft names, if it names one; ValueError if its tokens are others."""
-    from vocab import load_tokenizer
-
-    method = (args.draft or "").partition(":")[0]
-    if args.draft is None and (args.verify != "coupled" or args.draft_chances):
-        raise UsageError("--verify and --draft-chances need --draft: name a drafter or leave them out")
-    if args.draft_tree and method not in WITH_TREES:
-        raise UsageError(f"--draft-tree needs --draft {', '.join(WITH_TREES)}: leave it out")
-    if args.draft_tree and args.draft_tokens >= 64:
-        raise UsageError(f"--draft-tokens is {args.draft_tokens} but a tree has at most 63: lower it")
-    if args.draft is None or method in ("ngram", *WITH_TREES):
-        return None
-    checkpoint = open_checkpoint(argparse.Namespace(**vars(args) | {"model": args.draft}))
-    theirs = load_tokenizer(checkpoint)
-    for id in range(max(theirs.vocab_size, tokenizer.vocab_size)):  # one may be padded further than the other
-        pieces = [by.piece(id) if id < by.vocab_size else "" for by in (theirs, tokenizer)]
-        if pieces[0] != pieces[1]:
-            raise ValueError(f"--draft {args.draft} has token {id} as {pieces[0]!r} but the model as {pieces[1]!r}: "
-                             "both must have the same tokens")
-    return checkpoint
-
-
-def stays_quantized(draft: Checkpoint, model: Model, args: argparse.Namespace) -> bool:
-    return arithmetic(draft.config, args)[0] == "quantized" and hasattr(model.ops, "pack")
-
-
-WITH_TREES = ("mtp", "medusa", "eagle")
-
-
-def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | None,
-                 args: argparse.Namespace) -> Drafter | None:
-    """The drafter that --draft names, for a model of that checkpoint. A draft model is loaded when the first draft is
-    wanted."""
-    import heads
-    from lookahead import Follower, Medusa, TreeShape
-    from model import load_model
-    from speculative import DraftModel, Manner, Ngram
-
-    model, is_coupled = engine.model, args.verify == "coupled"
-    manner = Manner(is_coupled, keeps_probs=not is_coupled or args.draft_chances)
-    method, _, folder = (args.draft or "").partition(":")
-    shape = TreeShape(*args.draft_tree) if args.draft_tree else None
-    if draft is not None:
-        dtype = None if stays_quantized(draft, model, args) else model.dtype
-        context = min(model.context, draft.config.max_context)
-
-        def load() -> Model:
-            return load_model(draft, dtype, context=context, ops=model.ops)
-
-        return DraftModel(draft.path.name, load, model.config.vocab, engine.cache.num_pages, engine.config.page_size,
-                          engine.config.max_requests, manner)
-    if method == "medusa":
-        return Medusa(heads.open_medusa(folder, model), model, shape, manner)
-    if method in ("eagle", "mtp"):
-        network = (heads.open_eagle(folder, model) if method == "eagle"
-                   else heads.open_mtp(checkpoint, model))
-        return Follower(network, model, shape, manner)
-    return Ngram() if method == "ngram" else None
-
-
-def trace_writer(path: str) -> Callable[[dict], None]:
-    file = open(path, "w", encoding="utf-8", buffering=1)
-
-    def write(step: dict) -> None:
-        try:
-            file.write(json.dumps(step, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-
-    return write
-
-
-def check_trace(args: argparse.Namespace) -> None:
-    """UsageError if --trace would write over what the command reads or writes."""
-    for path in (getattr(args, name, None) for name in ("file", "input", "output")):
-        if args.trace is not None and path not in (None, "-") and Path(path).resolve() == Path(args.trace).resolve():
-            raise UsageError(f"--trace would overwrite {path}: name another file")
-
-
-def keep_large_blocks_apart() -> None:
-    """Has glibc map blocks of 4 MB and more one by one. By itself it stops doing so once such a block was freed, and
-    weights then lie between gaps that nothing fills: 1.1 GB more for a model of 3.6."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 4 << 20)
-
-
-def make_engine_config(args: argparse.Namespace) -> EngineConfig:
-    import torch
-
-    from engine import EngineConfig
-
-    try:
-        return EngineConfig(
-            page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
-            cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
-            max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
-            prefix_cache=not args.no_prefix_cache, prefill=args.prefill,
-            draft_tokens=args.draft_tokens, verify=args.verify, draft_chances=args.draft_chances,
-            classes=admission_classes(args.classes),
-            usual_class="batch" if args.command == "batch" else "interactive")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def admission_classes(given: Sequence[tuple[str, dict]]) -> tuple[AdmissionClass, ...]:
-    """The default classes with the settings that --class gives, and the classes that it adds."""
-    from scheduler import DEFAULT_CLASSES, AdmissionClass
-
-    classes = {cls.name: cls for cls in DEFAULT_CLASSES}
-    for name, settings in given:
-        classes[name] = replace(classes.get(name, AdmissionClass(name)), **settings)
-    return tuple(classes.values())
-
-
-def find_model(args: argparse.Namespace) -> Path:
-    import hub
-
-    name = os.environ.get("QUIRE_MODEL") or None if args.model is None else args.model
-    with Download() as progress:
-        return hub.resolve(name, models_folder(), progress)
-
-
-def open_checkpoint(args: argparse.Namespace) -> Checkpoint:
-    import checkpoint
-
-    opened = checkpoint.open_checkpoint(find_model(args))
-    warn(opened.notes)
-    return opened
-
-
-def open_tokenizer(checkpoint: Checkpoint, args: argparse.Namespace) -> Tokenizer:
-    from vocab import load_tokenizer
-
-    tokenizer = load_tokenizer(checkpoint, Path(args.tokenizer) if args.tokenizer is not None else None)
-    warn(tokenizer.notes)
-    return tokenizer
-
-
-def models_folder() -> Path:
-    return Path(os.environ.get("QUIRE_MODELS") or DEFAULT_MODELS_FOLDER).expanduser()
-
-
-def arithmetic(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str, bool]:
-    """What it computes with: the type of the weights ("quantized": blocks as they are stored) and of the cache, and
-    whether native kernels do it. Through torch a quantized file is computed in bfloat16."""
-    dtype = config.dtype if args.dtype == "auto" else args.dtype
-    native = args.kernels != "torch" and dtype in NATIVE_DTYPES and config.head_dim <= 512 and config.head_dim % 2 == 0
-    if args.kernels == "native" and not native:
-        raise UsageError(f"--kernels native does not serve weights in {dtype} and heads {config.head_dim} wide: it "
-                         f"needs {', '.join(NATIVE_DTYPES)}, and even heads of at most 512; leave it out")
-    if dtype == "quantized" and not native:
-        dtype = "bfloat16"
-    cache_dtype = {"quantized": "bfloat16"}.get(dtype, dtype) if args.cache_dtype == "auto" else args.cache_dtype
-    return dtype, cache_dtype, native
-
-
-def load_native(args: argparse.Namespace) -> Native | None:
-    """The native kernels, compiled if need be; None, and a line that says so, if they cannot be."""
-    import native
-
-    try:
-        return native.load(lambda: warn(["compiling the kernels, once (a minute)"]))
-    except (OSError, RuntimeError, ImportError) as error:
-        reason = str(error) or type(error).__name__
-        if args.kernels == "native":
-            raise ValueError(f"the native kernels cannot be compiled ({reason}): install a C++ compiler, or leave out "
-                             "--kernels") from error
-        warn([f"the native kernels cannot be compiled ({reason}): torch computes, much slower"])
-        return None
-
-
-def usable_cores() -> int:
-    """Physical cores that this process may use: hyperthreads count once, and a container's quota is kept."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
-    siblings = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
-    num_cores = len({path.read_text() for path in siblings}) if all(p.exists() for p in siblings) else len(cpus)
-    return max(1, min(num_cores, int(min(cpu_quota(), len(cpus)))))
-
-
-def cpu_quota() -> float:
-    """CPUs whose time the control group may use up; infinite without a limit."""
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            quota, period = ((cgroup / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -686,6 +461,7 @@ COMMANDS = {
         switch("--show-special", "show control tokens in the answer"),
         switch("--echo", "repeat the prompt before the answer"),
         switch("--json", "one JSON object a sample"),
+        switch("--show-tokens", "colour each token by its chance (terminal)"),
         switch("--stats", "statistics on stderr, as in a terminal"),
     ], ("prompt", "model", "sampling", "engine", "requests")),
     "chat": Command(run_chat, "talk in the terminal, or line by line from a pipe", "[flags]", [
@@ -700,6 +476,7 @@ COMMANDS = {
         switch("--resume", "do what OUT lacks, or holds as failed"),
         switch("--stats", "what the engine and its cache did, on stderr"),
         switch("--overwrite", "replace an existing OUT"),
+        switch("--watch", "a live panel of the engine (terminal)"),
     ], ("model", "sampling", "engine", "requests")),
     "bench": Command(run_bench, "measure speed against this machine's limits", "[NAME ...] [flags]", [
         flag("names", nargs="*", metavar="NAME",
@@ -707,6 +484,7 @@ COMMANDS = {
         flag("--peer", action="append", default=[], metavar="NAME",
              help="also llama.cpp, transformers or openvino, at prefill, decode, depth, batch, startup (repeatable)"),
         flag("--svg", metavar="FILE", help="save the roofline picture"),
+        switch("--watch", "a live panel of the engine (terminal; takes some time of it)"),
         flag("--scale", type=SCALE, default=1.0, metavar="X", help="of mixed's 256 requests, this part (1)"),
         switch("--json", "one JSON document as the last line"),
     ], ("model", "engine"), NO_REQUEST_FLAGS),

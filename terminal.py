@@ -20,6 +20,13 @@ def is_dumb(stream) -> bool:
     return not is_terminal(stream) or os.environ.get("TERM", "dumb") == "dumb"
 
 
+def forget_given_size() -> None:
+    """Where there is a terminal, it knows its size better than variables that an earlier moment left."""
+    if is_terminal(sys.stdout) or is_terminal(sys.stderr):
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+
+
 def dim(text: str) -> str:
     """For stderr: less bright, where that is wanted."""
     return text if is_dumb(sys.stderr) or "NO_COLOR" in os.environ else f"\x1b[2m{text}\x1b[0m"
@@ -75,12 +82,12 @@ class Download:
         self.bar = self.what = None
 
     def __enter__(self) -> Download:
-        if not is_terminal(sys.stderr):  # the hub's client has bars of its own
+        if is_dumb(sys.stderr):  # the hub's client has bars of its own
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         return self
 
     def __call__(self, what: str, num_bytes: int, total: int | None) -> None:
-        if is_terminal(sys.stderr):
+        if not is_dumb(sys.stderr):
             if self.bar is None:
                 self.bar = download_bar()
                 self.task = self.bar.add_task(what)

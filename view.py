@@ -11,14 +11,13 @@ import html
 import json
 import math
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
@@ -476,9 +475,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def terminal_width() -> int:
-    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 80
+def terminal_width(stream: TextIO | None = None) -> int:
+    """Of the terminal that `stream` (None: stdout) is; 80 for anything else."""
+    stream = stream or sys.stdout
+    return os.get_terminal_size(stream.fileno()).columns or 80 if is_terminal(stream) else 80
 
 
-def has_colours() -> bool:
-    return not is_dumb(sys.stdout) and "NO_COLOR" not in os.environ
+def has_colours(stream: TextIO | None = None) -> bool:
+    return not is_dumb(stream or sys.stdout) and "NO_COLOR" not in os.environ

@@ -23,10 +23,10 @@ def load(folder, **config) -> Engine:
 
 
 def run(engine, source, output=None, sampling=(), **flags) -> int:
-    flags = dict.fromkeys(("ordered", "resume", "overwrite", "raw", "stats"), False) | flags
+    flags = dict.fromkeys(("ordered", "resume", "overwrite", "raw", "stats", "watch"), False) | flags
     args = Namespace(input=str(source), output=output and str(output),
                      sampling={"max_tokens": 6, "ignore_eos": True} | dict(sampling), **({"deadline": None} | flags))
-    return batch.main(engine, args)
+    return batch.main(args, lambda args: engine)
 
 
 def write(path: Path, lines) -> Path:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -230,8 +231,24 @@ def test_two_runs_do_not_share_an_output(engine, folder, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error(engine, tmp_path):
-    with pytest.raises(OSError, match="space"):
+    with pytest.raises(OSError, match="space.*/dev/full"):
         run(engine, write(tmp_path / "in", [{"prompt": "a"}]), "/dev/full")
+
+
+def test_what_a_disk_has_no_room_for_is_done_when_it_has(engine, folder, tmp_path):
+    """The limit on a file's size takes a part of a line and refuses the rest, as a full disk does."""
+    source, out = write(tmp_path / "in", records(9)), tmp_path / "out"
+    run(engine, source, tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large: .*out"):
+            run(engine, source, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert out.stat().st_size == 1000 and 0 < len(read(out)) < 9
+    assert run(load(folder), source, out, resume=True) == 0
+    assert by_id(out) == by_id(tmp_path / "whole")
 
 
 def test_a_class_with_a_short_line_is_fed_as_it_has_room(folder, tmp_path):
@@ -342,29 +359,58 @@ def test_an_interrupt_loses_nothing_finished(engine, folder, tmp_path, kind, fla
     assert by_id(out) == by_id(tmp_path / "whole")
 
 
+NUM_KILLS = int(os.environ.get("NUM_KILLS", "5"))  # `make soak` asks for more
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_and_resumed(folder, tmp_path):
-    """Terminated, three times killed, then left alone: what an uninterrupted run gives."""
-    source, out = write(tmp_path / "in", records(100)), tmp_path / "out"
+    """Interrupted and killed while it starts, answers, writes or puts in order, and then left alone: what an
+    uninterrupted run gives, each answer once."""
+    rng, env = random.Random(), os.environ | {"OMP_NUM_THREADS": "1"}
+    source, out = write(tmp_path / "in", records(20 * NUM_KILLS)), tmp_path / "out"
     run(load(folder), source, tmp_path / "whole", sampling={"max_tokens": 512})
+    bytes_a_run = (tmp_path / "whole").stat().st_size // (NUM_KILLS + 2)
     command = [sys.executable, str(ROOT / "run.py"), "batch", str(source), "-o", str(out), "-m", str(folder), "--dtype",
                "float64", "--ignore-eos", "--max-requests", "3", "--page-size", "8", "--resume"]
-    rng, env = random.Random(), os.environ | {"OMP_NUM_THREADS": "1"}
-    for kind, status in [(signal.SIGTERM, 143)] + [(signal.SIGKILL, -signal.SIGKILL)] * 3:
-        size = out.stat().st_size if out.exists() else 0
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-        deadline_s = time.monotonic() + 60
-        wanted = size + rng.randrange(1, 5000)
+    for number, status in [(signal.SIGINT, 130)] + [(signal.SIGKILL, -signal.SIGKILL)] * NUM_KILLS:
+        ordered = ["--ordered"] * (rng.random() < 0.5)
+        process = subprocess.Popen(command + ordered, stderr=subprocess.PIPE, text=True, env=env)
+        wanted = (out.stat().st_size if out.exists() else 0) + rng.randrange(1, bytes_a_run)
+        deadline_s = time.monotonic() + (60 if status == 130 or rng.random() < 0.7 else 4 * rng.random())
         while process.poll() is None and time.monotonic() < deadline_s:
             if out.exists() and out.stat().st_size > wanted:
                 break
             time.sleep(0.001)
         time.sleep(rng.random() * 0.03)
-        process.send_signal(kind)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status, errors
         assert "Traceback" not in errors
-    assert 0 < len(read(out)) < 100, "nothing was left to resume"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert 0 < len(read(out)) < 20 * NUM_KILLS, "nothing was left to resume"
+    done = subprocess.run([*command, "--ordered"], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert by_id(out) == by_id(tmp_path / "whole")
+    assert [answer["id"] for answer in read(out)] == [f"r{i}" for i in range(20 * NUM_KILLS)]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"], "something is left over"
+
+
+def killed_at(monkeypatch, engine, source, out, name: str) -> None:
+    """A run that ends where it first calls os.`name`, as if it was killed: nothing is tidied up."""
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(os, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        run(engine, source, out, resume=True, ordered=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_killed_while_the_output_is_put_in_order(engine, tmp_path, monkeypatch):
+    source, out = write(tmp_path / "in", records(12)), tmp_path / "out"
+    run(engine, source, tmp_path / "whole")
+    out.write_bytes((tmp_path / "whole").read_bytes())
+    for name in ("fsync", "replace"):
+        killed_at(monkeypatch, engine, source, out, name)
+        assert by_id(out) == by_id(tmp_path / "whole") and len(list(tmp_path.iterdir())) > 3
+    assert run(engine, source, out, resume=True, ordered=True) == 0
+    assert [answer["id"] for answer in read(out)] == [f"r{i}" for i in range(12)]
+    assert by_id(out) == by_id(tmp_path / "whole") and sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]

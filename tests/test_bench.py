@@ -137,8 +137,8 @@ FAST_LIMITS = {"memory_gb_per_s": 10.0, "memory_gb_per_s_at_model_size": 20.0, "
 
 
 def bench_args(*names, peer=(), json=False, scale=1.0, svg=None):
-    return SimpleNamespace(names=list(names), peer=list(peer), json=json, scale=scale, svg=svg, model="model",
-                           tokenizer=None, dtype="auto", kernels=None)
+    return SimpleNamespace(names=list(names), peer=list(peer), json=json, scale=scale, svg=svg, watch=False,
+                           model="model", tokenizer=None, dtype="auto", kernels=None)
 
 
 def test_document(llama, capsys, monkeypatch, tmp_path):

@@ -1,23 +1,17 @@
-"""chat.py: every turn is what a one-shot rendering of the conversation gives; commands; a pipe; a real terminal."""
+"""chat.py: every turn is what a one-shot rendering of the conversation gives; commands; a pipe."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import signal
 import sys
-import textwrap
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
-import pexpect
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
-from rich.live import Live
 
 import chat
 import tiny
@@ -25,9 +19,10 @@ from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from model import load_model
 from sampling import SamplingParams
+from screen import Plain
+from terminals import speaking
 from vocab import load_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 REFUSES_SYSTEM = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
                   "{{ m.role + ':' + m.content + '|' }}{% endfor %}")
 
@@ -57,7 +52,8 @@ def run(engine, monkeypatch, capsys, *lines, system=None, stats=False, **samplin
     stdin = io.TextIOWrapper(io.BytesIO(data))
     monkeypatch.setattr(sys, "stdin", stdin)
     sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True} | sampling
-    status = chat.main(engine, Namespace(sampling=sampling, system=system, stats=stats, deadline=None))
+    args = Namespace(sampling=sampling, system=system, stats=stats, deadline=None)
+    status = chat.main(args, lambda args: engine)
     monkeypatch.setattr(engine, "submit", submit)
     return SimpleNamespace(status=status, turns=turns, **capsys.readouterr()._asdict())
 
@@ -118,7 +114,74 @@ def test_a_full_context_fails_the_turn_and_nothing_else(engine, monkeypatch, cap
     assert said.status == 1 and said.out.count("\n\n") == 2
     assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
     num_tokens = len(engine.tokenizer.chat(messages("a", said.turns[0].text, "x" * 500)))
-    assert str(num_tokens) in said.err and "400" in said.err and "--context" in said.err
+    assert str(num_tokens) in said.err and "400" in said.err and "--context" in said.err and "/compact" in said.err
+
+
+def tokens_of(engine, *texts) -> int:
+    return len(engine.tokenizer.chat(messages(*texts)))
+
+
+def test_compact_drops_the_oldest_turns_and_answers_what_had_no_room(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "a" * 60, "b" * 60, "c" * 60, "d" * 60, "e" * 60, "/compact", "f")
+    first, second, third, last, after = said.turns[0], said.turns[1], said.turns[2], said.turns[-2], said.turns[-1]
+    texts = ["a" * 60, first.text, "b" * 60, second.text, "c" * 60, third.text, "d" * 60, said.turns[3].text, "e" * 60]
+    assert len(said.turns) == 6 and tokens_of(engine, *texts) >= 400 > tokens_of(engine, *texts[:-2])
+    kept = [start for start in (2, 4, 6, 8) if tokens_of(engine, *texts[start:]) <= 200]
+    assert last.prompt_ids == engine.tokenizer.chat(messages(*texts[kept[0] :]))
+    assert f"oldest {kept[0] // 2} of 5 turns are dropped: {tokens_of(engine, *texts)} tokens before" in said.err
+    assert after.prompt_ids == engine.tokenizer.chat(messages(*texts[kept[0] :], last.text, "f"))
+    assert said.status == 1, "the turn that found no room did not count as failed"
+
+
+def test_a_message_without_room_is_forgotten_or_tried_again(engine, monkeypatch, capsys):
+    long = "x" * 500
+    said = run(engine, monkeypatch, capsys, "a", long, "/undo", "/r", long, "/compact", "/r", "b", "/compact", "c")
+    first = said.turns[0].text
+    assert "forgotten: x" in said.err and said.err.count("the last message alone takes") == 1
+    prompts = [("a",), ("a",), ("a", first, "b"), ("a", first, "b", said.turns[2].text, "c")]
+    assert [turn.prompt_ids for turn in said.turns] == [engine.tokenizer.chat(messages(*texts)) for texts in prompts]
+    assert "oldest 0 of 2 turns" in said.err
+
+
+def test_the_use_of_the_context_is_shown(engine, monkeypatch, capsys):
+    settings = SamplingParams(max_tokens=1)
+    talk = chat.Conversation(engine, settings, settings)
+    assert chat.context_use(talk) == ""
+    talk.messages = messages("a", "b")
+    num_tokens = tokens_of(engine, "a", "b")
+    assert chat.context_use(talk) == f"context {num_tokens} of 400 tokens ({num_tokens / 400:.0%})"
+    talk.messages = messages("a" * 300, "b")
+    assert chat.context_use(talk).endswith("%) · /compact makes room")
+
+
+def test_a_template_that_wants_a_message_last_does_not_stop_the_talk(engine):
+    engine.tokenizer.chat_template = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    talk = chat.Conversation(engine, SamplingParams(), SamplingParams(), messages=messages("a", "b"))
+    assert chat.context_use(talk) == ""
+
+
+def test_an_attached_file_is_part_of_the_message_that_had_no_room(engine, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("y" * 200)
+    said = run(engine, monkeypatch, capsys, "a" * 160, f"/read {tmp_path / 'file'}", "sum up", "/compact", "b")
+    assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("y" * 200 + "\n\nsum up"))
+    assert said.turns[2].prompt_ids == engine.tokenizer.chat(
+        messages("y" * 200 + "\n\nsum up", said.turns[1].text, "b"))
+
+
+def test_thoughts_of_the_last_answer_are_shown(tmp_path, monkeypatch, capsys):
+    engine = load(speaking(tmp_path, ["<think>", "hm, ", "so", "</think>", "yes"]))
+    said = run(engine, monkeypatch, capsys, "/think", "a", "/think", "/think open", "/think never", "/show",
+               ignore_eos=False)
+    assert said.out == "<think>hm, so</think>yes\n\n", "in a pipe the text is as it came"
+    assert said.err.startswith("there is no answer yet\nhm, so\nthoughts are shown in full")
+    assert "not never" in said.err and "thoughts open" in said.err
+
+
+def test_a_thought_that_the_template_begins_is_one_too(tmp_path, monkeypatch, capsys):
+    engine = load(speaking(tmp_path, ["hm, ", "so", "</think>", "yes"]))
+    engine.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    said = run(engine, monkeypatch, capsys, "a", "/think", ignore_eos=False)
+    assert (said.out, said.err) == ("hm, so</think>yes\n\n", "hm, so\n")
 
 
 def test_a_cut_answer_is_said_to_be_cut(engine, monkeypatch, capsys):
@@ -303,6 +366,14 @@ def test_completions(tmp_path, monkeypatch):
 # Interrupts
 
 
+class Person(Plain):
+    stoppable = True
+
+    def __init__(self, write):
+        super().__init__(statistics=False)
+        self.show = lambda prompt_end, fold: contextlib.nullcontext(write)
+
+
 def stopping_after(engine, num_steps: int):
     """Makes Ctrl-C fall in the middle of a step."""
     step, count = engine.step, 0
@@ -320,7 +391,7 @@ def stopping_after(engine, num_steps: int):
 def test_a_stopped_answer_is_kept_and_closed_properly(engine):
     settings = SamplingParams(max_tokens=None, ignore_eos=True)
     talk, shown = chat.Conversation(engine, settings, settings), []
-    screen = chat.Screen(lambda: chat.contextlib.nullcontext(shown.append), stoppable=True, statistics=False)
+    screen = Person(shown.append)
     stopping_after(engine, 9)
     chat.handle(talk, "hello", False, screen)
     [request] = talk.requests
@@ -336,154 +407,8 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_trace(tmp_path):
     engine = load(tiny.scripted(tmp_path, {None: 300}))  # an id without any text
     settings = SamplingParams(max_tokens=None)
     talk = chat.Conversation(engine, settings, settings)
-    screen = chat.Screen(lambda: chat.contextlib.nullcontext(str), stoppable=True, statistics=False)
+    screen = Person(str)
     stopping_after(engine, 1)
     with pytest.raises(ValueError, match="before the first word"):
         chat.handle(talk, "hello", False, screen)
     assert talk.messages == [] and not engine.has_work
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Markdown
-
-DOCUMENT = textwrap.dedent("""\
-    # Title
-
-    A *paragraph* of
-    two lines, with a [link](http://a.b) and 讲 wide 😀 letters.
-
-    1. one
-
-       more of one
-    2. two
-    - other
-
-    ```python
-    def f():
-
-        return 1
-    ```
-    > quote
-    lazily continued
-
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-
-    Setext
-    ======
-    end
-    """)
-
-
-@given(st.integers(0, len(DOCUMENT)), st.integers(0, len(DOCUMENT)))
-def test_complete_blocks_do_not_change_any_more(first, second):
-    first, second = sorted((first, second))
-    complete, rest = chat.split_blocks(DOCUMENT[:first])
-    assert complete + ("\n" if complete else "") + rest == DOCUMENT[:first]
-    assert chat.split_blocks(DOCUMENT[:second])[0].startswith(complete)
-
-
-def test_streamed_markdown_is_the_whole_rendered():
-    def console():
-        return Console(file=io.StringIO(), width=60, height=12, force_terminal=True, color_system=None)
-
-    streamed, whole = console(), console()
-    with Live(console=streamed, auto_refresh=False, transient=True) as live:
-        writer = chat.MarkdownWriter(streamed, live)
-        for char in DOCUMENT:
-            writer.write(char)
-        writer.close()
-    whole.print(chat.rendered(DOCUMENT))
-    assert visible(streamed.file.getvalue()) == visible(whole.file.getvalue())
-
-
-def visible(output: str) -> list[str]:
-    """The lines that a terminal has in the end, blank ones left out: erasing and moving up is all that Live does."""
-    lines, row = [""], 0
-    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\n|\r)", output):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part.endswith("A") and part.startswith("\x1b["):
-            row -= int(part[2:-1] or 1)
-        elif part != "\r" and not part.startswith("\x1b"):
-            lines[row] += part
-    return [line.rstrip() for line in lines if line.strip()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A real terminal
-
-LINE = "quick fox.\n"
-
-
-def spawn(tmp_path, **env) -> pexpect.spawn:
-    """A conversation with a model that says LINE again and again."""
-    folder = tiny.scripted(tmp_path / "model", list(LINE.encode()))
-    env = os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(tmp_path / "state"),
-                        "PROMPT_TOOLKIT_NO_CPR": "1"} | env  # nobody here answers where the cursor is
-    return pexpect.spawn(sys.executable, [str(ROOT / "run.py"), "chat", "-m", str(folder), "-n", "22"], env=env,
-                         cwd=tmp_path, encoding="utf-8", timeout=60, dimensions=(24, 80))
-
-
-def prompted(terminal) -> str:
-    """Waits for the prompt; what was shown before it."""
-    terminal.expect(">>>")
-    return terminal.before
-
-
-@pytest.mark.slow
-def test_a_terminal(tmp_path):
-    terminal = spawn(tmp_path)
-    prompted(terminal)
-
-    def typed(text: str, shown: str) -> None:
-        terminal.send(text)
-        terminal.expect(shown)
-        prompted(terminal)
-
-    pasted = "\n".join(f"line {i}" for i in range(30))
-    typed(f"\x1b[200~{pasted}\x1b[201~\r", "22 tokens")
-    typed("/set max_tokens none\r", "max_tokens = None")
-    terminal.send("go\r")
-    terminal.expect("quick fox")
-    typed("\x03", "was stopped")
-    typed("never sent\x03", "never sent")
-    terminal.setwinsize(20, 40)
-    typed("/frob\r", "unknown command /frob")
-    typed("/set max_tokens 11\r", "max_tokens = 11")
-    typed("讲😀\r", "11 tokens")
-    typed("/regen\r", "11 tokens")
-    terminal.send('"""one\r')
-    terminal.expect(r"\.\.\.")
-    typed('two"""\r', "11 tokens")
-    terminal.send("/sav\t")
-    terminal.expect("/sav.*e")
-    typed(" talk.json\r", "saved in talk.json")
-    terminal.sendeof()
-    terminal.expect(pexpect.EOF)
-    terminal.close()
-    assert terminal.exitstatus == 0
-    said = json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]
-    assert [message["content"] for message in said[0::2]] == [pasted, "go", "讲😀", "one\ntwo"]
-    endless = LINE * 400
-    assert said[1]["content"] == LINE * 2 and said[5]["content"] == said[7]["content"] == LINE
-    assert endless.startswith(said[3]["content"]) and len(said[3]["content"]) > 5
-    remembered = (tmp_path / "state" / "quire" / "chat_history").read_text("utf-8")
-    assert "+line 29" in remembered and "+讲😀" in remembered and "never" not in remembered
-
-
-@pytest.mark.slow
-def test_a_dumb_terminal_and_sigterm(tmp_path):
-    terminal = spawn(tmp_path, TERM="dumb", XDG_STATE_HOME="/dev/null")
-    prompted(terminal)
-    terminal.send("hello\r")
-    shown = prompted(terminal)
-    assert shown.replace("\r", "").count(LINE) == 2 and "22 tokens" in shown and "\x1b" not in shown
-    terminal.kill(signal.SIGTERM)
-    terminal.expect(pexpect.EOF)
-    terminal.close()
-    assert terminal.exitstatus == 143

@@ -21,11 +21,13 @@ import flags
 import run
 import tiny
 import tiny_heads
+from terminals import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["hi", "C:\\new\\table 讲", "é 👋", "- a list\n- of two"]
-INSTANT = ("--help", "--version", "generate --help", "chat --help", "batch --help", "bench --help", "perplexity --help",
-           "models --help", "tokenize -p hi", "info", "info --json", "models")
+INSTANT = ("--help", "--version", "--completions bash", "generate --help", "generate --help-all", "chat --help",
+           "batch --help", "bench --help", "perplexity --help", "models --help", "tokenize -p hi", "info",
+           "info --json", "models")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +185,32 @@ def test_errors_are_one_line_and_debug_shows_more(call, tmp_path):
         call("info", "-m", "no-such-model", "--debug")
 
 
+def test_errors_of_files_have_a_remedy(call, abc, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    (tmp_path / "text.gguf").write_text("hello")
+    missing, place = tmp_path / "missing", tmp_path / "no folder" / "out"
+    for words, parts in [
+        (["-p", "x", "-m", missing], ["no model", "missing"]), (["-f", missing], [": check the path"]),
+        (["-f", tmp_path], [": name a file"]), (["batch", missing], ["missing: No such file", ": check the path"]),
+        (["batch", tmp_path / "in", "-o", place], ["no folder/out: No such file", ": check the path"]),
+        (["-p", "x", "-m", abc, "--trace", place], ["no folder/out: No such file"]),
+        (["-p", "x", "-m", tmp_path / "short.gguf"], ["short.gguf", "fetch it again"]),
+        (["-p", "x", "-m", tmp_path / "text.gguf"], ["not a model file", "give a .gguf"]),
+        (["-p", "x" * 9999, "-m", abc, "--raw"], ["9999 tokens", "4096", "shorten it"]),
+    ]:
+        refused(call(*words), *parts, status=1)
+    refused(call("-f", tmp_path / "in", "-m", abc, "--trace", tmp_path / "in"), "would overwrite")
+    assert (tmp_path / "in").read_text() == '{"prompt": "x"}\n'
+    if os.path.exists("/dev/full"):
+        refused(call("-p", "x", "-m", abc, "--trace", "/dev/full"), "/dev/full: No space left", "free some", status=1)
+
+
+def test_what_a_trace_is_written_into_is_told_for_every_command(call, abc, tmp_path):
+    assert call("-p", "x", "-m", abc, "--trace", tmp_path / "trace").status == 0
+    assert json.loads((tmp_path / "trace").read_text().splitlines()[0])["step"] == 1
+
+
 def test_a_bug_is_named_by_its_type(call, monkeypatch):
     monkeypatch.setattr(run, "open_checkpoint", lambda args: {}["key"])
     refused(call("info"), "KeyError: 'key'", status=1)
@@ -193,7 +221,13 @@ def test_help_fits_a_screen(call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     result = call(*command.split(), "--help")
     assert (result.status, result.err) == (0, "")
-    assert len(result.out.splitlines()) <= 64 and max(map(len, result.out.splitlines())) <= 80
+    assert len(result.out.splitlines()) <= 40 and max(map(len, result.out.splitlines())) <= 80
+    if command:
+        in_full = call(command, "--help-all").out
+        assert max(map(len, in_full.splitlines())) <= 80
+        for names, options in run.COMMANDS[command].all_flags:
+            if options.get("help") != "==SUPPRESS==":
+                assert options.get("metavar", names[0]) in result.out and options["help"][:9] in in_full
 
 
 def test_version(call):
@@ -207,6 +241,15 @@ def test_looking_does_not_import_torch(llama):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"QUIRE_MODEL": str(llama)},
                           capture_output=True, text=True, timeout=60)
     assert done.stderr == f"{[0] * len(INSTANT)} []\n"
+
+
+@pytest.mark.slow
+def test_a_pipe_needs_nothing_that_draws(abc):
+    code = ("import sys, run; status = run.main(sys.argv[1:]); "
+            "print(status, sorted({'rich', 'prompt_toolkit', 'markdown_it'} & set(sys.modules)), file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code, "generate", "-m", str(abc), "-p", "x" * 2000], cwd=ROOT,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("abc\n", "0 []\n")
 
 
 # ---- Prompts ----------------------------------------------------------------------------------------------------
@@ -490,7 +533,7 @@ def test_a_random_seed_is_reported(call, llama):
 
 
 def test_statistics(call, endless):
-    line = r"24 tokens · [\d.]+ tok/s · prompt 3 · (seed 7 · )?[\d.]+ GB\n"
+    line = r"24 tokens · [\d.]+ tok/s · prompt 3 · (seed 7 · )?[\d.]+ GB · cut at its longest\n"
     greedy = call("-m", endless, "-p", "abc", "--raw", "-n", 24, "--stats").err
     sampled = call("-m", endless, "-p", "abc", "--raw", "-n", 24, "--stats", "-t", 1, "-s", 7).err
     assert re.fullmatch(line, greedy) and "seed" not in greedy
@@ -616,7 +659,8 @@ def test_stdout_that_cannot_be_written(unbuffered):
         with open("/dev/full", "w") as full:
             process = start("--help", stdout=full, env={"PYTHONUNBUFFERED": unbuffered})
         err = process.communicate(timeout=30)[1]
-        assert process.returncode == 1 and err.startswith(b"run.py: error: ") and err.count(b"\n") == 1
+        assert process.returncode == 1 and err.startswith(b"run.py: error: stdout: No space") and b"free some" in err
+        assert err.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("env", [
@@ -633,6 +677,35 @@ def test_text_is_utf8_whatever_the_locale(abc, tmp_path, env):
     ids = " ".join(map(str, ids_of(text))).encode()
     assert [road.communicate(timeout=30) for road in roads] == [(ids + b"\n", b"")] * 3
     assert decoding.communicate(timeout=30) == (text.encode(), b"")
+
+
+@pytest.mark.slow
+def test_pipes(abc, tmp_path):
+    """As people connect them in a shell: | head -1, > file, 2>/dev/null, in the locale C, without a stdin."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"é {i}", "n": None}) + "\n" for i in range(300)))
+    (tmp_path / "talk").write_text("é\n讲\n")
+    run_py = f"{sys.executable} {ROOT / 'run.py'}"
+    script = f"""
+        export LC_ALL=C OMP_NUM_THREADS=1
+        {run_py} batch in.jsonl -m {abc} 2>errors | head -1 >first; echo ${{PIPESTATUS[0]}} >status
+        {run_py} generate -m {abc} -p x </dev/null >answer 2>/dev/null
+        {run_py} chat -m {abc} <talk >said 2>&1
+        {run_py} generate -m {abc} -p x -n 3 2>&1 | cat >both"""
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True, timeout=120)
+    names = ("errors", "first", "status", "answer", "said", "both")
+    files = {name: (tmp_path / name).read_text("utf-8") for name in names}
+    assert (files["errors"], files["status"]) == ("", "141\n") and json.loads(files["first"])["text"] == "abc"
+    assert files["answer"] == files["both"] == "abc\n"
+    assert re.fullmatch(r"abc\n\n(seed \d+\n)abc\n\n(seed \d+\n)", files["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env, plain", [({"TERM": "dumb"}, True), ({"NO_COLOR": "1"}, True), ({}, False)])
+def test_escape_sequences_are_for_terminals_that_know_them(abc, env, plain):
+    terminal = Terminal("-m", abc, "-p", "x", **env)
+    assert terminal.end() == 0
+    written = terminal.child.before
+    assert "abc" in written and "4 tokens" in written and ("\x1b" not in written) == plain
 
 
 @pytest.mark.slow
@@ -768,34 +841,6 @@ def test_perplexity(call, llama, tmp_path):
 
 
 # ---- The machine ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cpus, quota, cores", [
-    ({0, 1, 2, 3}, float("inf"), 2), ({0, 2}, float("inf"), 2), ({0, 1}, float("inf"), 1), ({0, 1, 2, 3}, 1.5, 1),
-    ({0, 1, 2, 3}, 0.5, 1), ({0, 1, 2, 3}, 8.0, 2),
-])
-def test_threads_are_the_physical_cores_it_may_use(monkeypatch, tmp_path, cpus, quota, cores):
-    """Four CPUs, of which 0 and 1, 2 and 3 share a core."""
-    for cpu in range(4):
-        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu & 2}-{cpu | 1}\n")
-    monkeypatch.setattr(run, "Path", lambda path: Path(str(path).replace("/sys/devices/system/cpu", str(tmp_path))))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
-    monkeypatch.setattr(run, "cpu_quota", lambda: quota)
-    assert run.usable_cores() == cores
-
-
-@pytest.mark.parametrize("files, quota", [
-    ({"cpu.max": "150000 100000\n"}, 1.5), ({"cpu.max": "max 100000\n"}, float("inf")), ({}, float("inf")),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
-])
-def test_a_containers_quota(monkeypatch, tmp_path, files, quota):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(run, "Path", lambda path: Path(str(path).replace("/sys/fs/cgroup", str(tmp_path))))
-    assert run.cpu_quota() == quota
 
 
 @pytest.mark.models

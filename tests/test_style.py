@@ -11,15 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
-    "run flags chat batch dialects bench limits peer view engine lookahead heads speculative scheduler pace replay "
-    "model weights sampling kvcache parallel native kernels vocab tokenizer chat_template checkpoint families quant "
-    "hub terminal"
+    "run loading flags completions chat screen batch dialects bench limits peer live view engine lookahead heads "
+    "speculative scheduler pace replay model weights sampling kvcache parallel native kernels vocab tokenizer "
+    "chat_template checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
-NO_TORCH = ("view", "flags", "vocab", "tokenizer", "chat_template", "checkpoint", "families", "quant", "hub",
-            "terminal")
+NO_TORCH = ("loading", "screen", "live", "view", "flags", "completions", "vocab", "tokenizer", "chat_template",
+            "checkpoint", "families", "quant", "hub", "terminal")
 # May print, parse arguments and read the environment.
-TERMINAL = ("run", "flags", "chat", "batch", "bench", "view", "terminal")
+TERMINAL = ("run", "loading", "flags", "completions", "chat", "screen", "batch", "bench", "live", "view", "terminal")
 MAX_LINE, MAX_FUNCTION, MAX_MODULE = 120, 80, 900
 
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))

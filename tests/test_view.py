@@ -1,9 +1,12 @@
 """view.py: pictures of small traces made by hand, what fits the width, and files that are no traces."""
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
+import termios
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -197,10 +200,12 @@ def test_colours_only_in_a_terminal_that_wants_them(draw, monkeypatch):
 
 
 def test_the_width_is_the_terminals(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "123")
+    monkeypatch.setenv("COLUMNS", "99")
     assert view.terminal_width() == 80
-    monkeypatch.setattr(view, "is_terminal", lambda stream: True)
-    assert view.terminal_width() == 123
+    child, parent = pty.openpty()
+    with os.fdopen(child, "w") as terminal, os.fdopen(parent):
+        termios.tcsetwinsize(child, (24, 123))
+        assert view.terminal_width(terminal) == 123
 
 
 def test_pictures_need_no_torch():

@@ -34,6 +34,7 @@ from torch import Tensor  # noqa: E402
 import kernels  # noqa: E402
 import run  # noqa: E402
 from flags import COUNT, POSITIVE, THREADS, Parser, UsageError, make_parser  # noqa: E402
+from loading import load_engine  # noqa: E402
 from model import Model  # noqa: E402
 from own_text import Clock, Text, table, write_text  # noqa: E402
 from terminal import held_signals  # noqa: E402
@@ -409,7 +410,7 @@ def make_heads(args: argparse.Namespace) -> None:
         words += [f"--{name}={getattr(args, name)}"] * (getattr(args, name) is not None)
     engine_args = make_parser(run.COMMANDS).parse_args(words)
     engine_args.sampling = {}
-    engine = run.load_engine(engine_args)
+    engine = load_engine(engine_args)
     keep_memory()
     seconds = {kind: 60 * args.minutes * share for kind, share in SHARES[args.kind].items()}
     clock = Clock("text", math.inf if args.tokens else seconds["text"])
