@@ -28,7 +28,7 @@ constexpr int STEPS_A_HEAD = SUPER * GROUP / STEP;
 constexpr int ROWS = 8;                             // of a tile of x
 constexpr int X_SCALES = 512, X_SUMS = X_SCALES + 64, X_HALF_SUMS = X_SUMS + 64, X_BYTES = X_HALF_SUMS + 64;
 constexpr int FEW_ROWS = 16;                        // up to here a block has all rows, beyond it a tile of them
-constexpr int TILE_ROWS = 128;
+constexpr int TILE_ROWS = 64;
 
 // Formats of blocks that are served, for tables and switches.
 #define BLOCK_FORMATS(DO) \

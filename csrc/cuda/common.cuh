@@ -35,6 +35,13 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_b
     return cudaGetLastError() == cudaSuccess ? OK : DEVICE_ERROR;
 }
 
+inline int multiprocessors() {
+    int device = 0, number = 1;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
+    return number;
+}
+
 #endif
 
 namespace quire {

@@ -75,7 +75,8 @@ int attention_cuda(float* out_THA, const float* q_THA, const void* k_cache, cons
 
 int argmax_cuda(int64_t* id_L, const float* x_LV, int64_t L, int64_t V, Stream stream);
 
-// As draw_cpu, to the same ids. rules_L and what it points to lie in device memory. `workspace` has draw_bytes_cuda.
+// As draw_cpu, to the same ids. rules_L and what it points to lie in device memory; min_p holds its logarithm, which
+// libraries round differently, or -infinity. `workspace` has draw_bytes_cuda.
 int64_t draw_bytes_cuda(int64_t L, int64_t V);
 int draw_cuda(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, void* workspace, int64_t L, int64_t V,
               Stream stream);

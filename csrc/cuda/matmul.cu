@@ -10,8 +10,8 @@
 // Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each weight
 // is read once, by 16-byte loads of which a warp has four in flight (2 KB) while it computes on the four before. No
 // shared memory but for the segments' sums.
-// More rows, `many_rows`: tiles of 128 outputs x 128 rows; of a tile's step 128 x 64 weights and as much of x come into
-// shared memory by cp.async, three steps in flight: 2 * 128 * 128 * 64 operations for 16 KB read, 130 a byte. The
+// More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x 64 weights and 64 x 64 numbers of x come into
+// shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64 operations for 10 KB read, 100 a byte. The
 // two fmas that scale a sum of 32 products bound it beside the tensor cores.
 #include "blocks.cuh"
 #include "kernels.cuh"
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(WARPS* WARP) few_rows(Output out, const uint8_
 // More rows -----------------------------------------------------------------------------------------------------------
 
 constexpr int TILE_PANELS = 8, TILE_X = TILE_ROWS / ROWS, STAGES = 3;
-constexpr int WARP_PANELS = 2, WARP_X = 8;      // of a warp; warps stand 4 x 2
+constexpr int WARP_PANELS = 2, WARP_X = 4;      // of a warp; warps stand 4 x 2
 
 template <int F>
 struct alignas(128) Stage {
