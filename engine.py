@@ -142,17 +142,17 @@ class Engine:
         config, specs = self.config, self.model.kv_specs()
         token_bytes = sum(spec.bytes_per_token(self.cache_dtype) for spec in specs) + config.drafter_token_bytes
         page_bytes = config.page_size * token_bytes
-        num_pages = config.num_pages
+        num_pages, free_bytes = config.num_pages, free_memory_bytes(self.model.device)
         if num_pages is None:
-            num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_memory_bytes())
+            num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_bytes)
             if config.cache_memory_gb is not None:
                 num_bytes = config.cache_memory_gb * 1e9
             num_pages = int(num_bytes // page_bytes)
             if config.max_requests == 1:
                 num_pages = min(num_pages, -(-self.model.context // config.page_size))
-        if num_pages * page_bytes > free_memory_bytes():
+        if num_pages * page_bytes > free_bytes:
             raise ValueError(f"a cache of {num_pages} pages needs {num_pages * page_bytes / 1e9:.1f} GB but "
-                             f"{free_memory_bytes() / 1e9:.1f} are free: lower --num-pages or --cache-memory")
+                             f"{free_bytes / 1e9:.1f} are free: lower --num-pages or --cache-memory")
         if num_pages < 1:
             raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                              f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
@@ -482,8 +482,10 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping."""
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that can be had: of a device its own, else what needs no swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)

@@ -168,6 +168,7 @@ class Cache:
                  max_step_tokens: int = 512, prefix: bool = True, domain: str = "",
                  new_kv: Callable = kernels.new_kv):
         self.page_size, self.num_pages, self.prefix = page_size, num_pages, prefix
+        self.device = torch.device(device)  # where the tables' readers compute, too
         self.root = blake2b(domain.encode(), digest_size=16).digest()  # key of the empty prefix
         kinds = list(dict.fromkeys(specs))
         max_tokens = num_pages * page_size if max_tokens is None else max_tokens

@@ -353,7 +353,7 @@ struct Shared {{ int numbers[64]; }};
 __global__ void kernel(int* out, const int4* from) {{
     auto& shared = dynamic_shared<Shared>();
     const int thread = int(threadIdx.x);
-    (void)from, (void)shared;
+    (void)out, (void)from, (void)shared;
 {body}
 }}
 int main() {{

@@ -37,7 +37,7 @@ struct Attention {
     __host__ __device__ int64_t head_tiles() const { return G * ((H / G + M - 1) / M); }
     // Whether each token of the request is computed by itself.
     __device__ bool is_alone(int64_t s) const {
-        return num_new(s) <= FEW_NEW || (ancestors_T && num_new(s) <= MOST_TREE);
+        return num_new(s) <= FEW_NEW || lengths_S[s] == 0 || (ancestors_T && num_new(s) <= MOST_TREE);
     }
 };
 
