@@ -38,9 +38,7 @@ NAME = "quire_cuda"
 def load(on_build: Callable[[], None] = lambda: None) -> "Cuda":
     """The operations on the current device, compiled for it if they never were, which `on_build` is told. ValueError in
     one line where there is none, or it cannot be compiled for."""
-    if not torch.cuda.is_available():
-        why = "torch is built for CPUs" if torch.version.cuda is None else "torch finds no device"
-        raise ValueError(f"--device cuda needs an NVIDIA GPU and a torch for CUDA, but {why}: use --device cpu")
+    check_device()
     check_compiler()
     capability = torch.cuda.get_device_capability()
     try:
@@ -48,6 +46,13 @@ def load(on_build: Callable[[], None] = lambda: None) -> "Cuda":
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the CUDA kernels cannot be compiled ({error}): use --device cpu") from None
     return Cuda(ctypes.CDLL(str(path)), "cuda")
+
+
+def check_device() -> None:
+    """ValueError, in one line, if torch has no device."""
+    if not torch.cuda.is_available():
+        why = "torch is built for CPUs" if torch.version.cuda is None else "torch finds no device"
+        raise ValueError(f"--device cuda needs an NVIDIA GPU and a torch for CUDA, but {why}: use --device cpu")
 
 
 def check_compiler() -> None:
@@ -72,7 +77,8 @@ def build_folder(target: str) -> Path:
 
 def sources() -> list[Path]:
     """All that the kernels are made of."""
-    return sorted(path for pattern in ("kernels.h", "cpu/*.h", "cuda/*", "emu/*") for path in native.SOURCES.glob(pattern))
+    patterns = ("kernels.h", "cpu/*.h", "cuda/*", "emu/*")
+    return sorted(path for pattern in patterns for path in native.SOURCES.glob(pattern))
 
 
 def compile_into(folder: Path) -> None:
@@ -83,11 +89,12 @@ def compile_into(folder: Path) -> None:
 
 # Calls ---------------------------------------------------------------------------------------------------------------
 
-POINTERS = {"float": torch.float32, "double": torch.float64, "int32_t": torch.int32, "int64_t": torch.int64, "void": None,
-            "DrawRules": None}
+POINTERS = {"float": torch.float32, "double": torch.float64, "int32_t": torch.int32, "int64_t": torch.int64,
+            "void": None, "DrawRules": None}
 NUMBERS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
            "double": ctypes.c_double}
-REASONS = {1: "a format it does not serve", 2: "sizes it does not serve", 4: "no memory left", 6: "the device refused it"}
+REASONS = {1: "a format it does not serve", 2: "sizes it does not serve", 4: "no memory left",
+           6: "the device refused it"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ class Recording:
 
 
 class Graph:
-    """The same as a CUDA graph: one launch for the whole step. Graphs of one `pool` share the memory of their results."""
+    """The same as a CUDA graph: one launch for the whole step. Graphs of a `pool` share the memory of their results."""
 
     def __init__(self, pool: tuple[int, int]):
         self.graph = torch.cuda.CUDAGraph()
@@ -197,7 +204,8 @@ class Cuda:
         values = []
         for (label, _, dtype), value in zip(kernel.parameters, arguments):
             if isinstance(value, Tensor):
-                if value.device.type != self.device.type or not value.is_contiguous() or dtype not in (None, value.dtype):
+                is_here = value.device.type == self.device.type
+                if not is_here or not value.is_contiguous() or dtype not in (None, value.dtype):
                     raise ValueError(f"{name}: {label} must be a contiguous tensor of {dtype} on {self.device}")
                 value = value.data_ptr()
             values.append(value)
@@ -252,7 +260,8 @@ class Cuda:
             memory = part.memory[: self.size("pack_bytes", part.format, num, weights.columns)]
         return Packed((Part(part.format, num, memory),), num, weights.columns)
 
-    def linear(self, x_TI: Tensor, weights: Packed, bias_O: Tensor | None = None, num_exact: int | None = None) -> Tensor:
+    def linear(self, x_TI: Tensor, weights: Packed, bias_O: Tensor | None = None,
+               num_exact: int | None = None) -> Tensor:
         """Rows from `num_exact` on are computed as the others: what could be rounded for speed is exact here."""
         y_TO = self.fresh(len(x_TI), weights.rows)
         self.multiply(y_TO, x_TI, weights, bias_O, accumulate=False)
@@ -327,8 +336,8 @@ class Cuda:
                              "values in bfloat16: leave it out")
         widths = [self.size("kv_width", dim) for dim in (k_dim, v_dim)]
         if not all(widths):
-            raise ValueError(f"heads are {k_dim} and {v_dim} wide but the CUDA kernels serve even widths up to 256: use "
-                             "--device cpu")
+            raise ValueError(f"heads are {k_dim} and {v_dim} wide but the CUDA kernels serve even widths up to 256: "
+                             "use --device cpu")
         return KV(*(self.fresh(num_pages, heads, page_size, width, dtype=dtype) for width in widths), page_size, group)
 
     def rope_angles(self, position_T: Tensor, inv_freq: Tensor, scale: float,
@@ -391,8 +400,8 @@ class Cuda:
             raise ValueError("draw: a bias for an id out of range")
         return RULES.pack(rules.vocab, rules.temperature, rules.top_k, rules.top_p,
                           math.log(rules.min_p) if rules.min_p > 0 else -math.inf, rules.repetition_penalty,
-                          rules.presence_penalty, rules.frequency_penalty, pointer(rules.seen_V), pointer(rules.count_V),
-                          pointer(rules.bias_ids), pointer(rules.biases),
+                          rules.presence_penalty, rules.frequency_penalty, pointer(rules.seen_V),
+                          pointer(rules.count_V), pointer(rules.bias_ids), pointer(rules.biases),
                           0 if rules.bias_ids is None else len(rules.bias_ids), key)
 
     def distribution(self, x_LV: Tensor, rules: Sequence[DrawRules]) -> Tensor:

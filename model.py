@@ -75,8 +75,8 @@ class Batch:
                     positions[start : start + len(depths)] = [past + depth for depth in depths]
                     ancestors[start : start + len(masks)] = masks
         tables = tuple(group.table for group in cache.groups)
-        batch = Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)), tables,
-                      *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
+        batch = Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)),
+                      tables, *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
                       None if ancestors is None else id_tensor(ancestors), taps)
         return batch if cache.device.type == "cpu" else batch.to(cache.device, max(map(cache.pages_for, ends)))
 
@@ -115,7 +115,7 @@ class Batch:
         return replace(
             self, token_T=longer(self.token_T, 0), position_T=longer(self.position_T, 0),
             slots_T=tuple(longer(slot_T, -1) for slot_T in self.slots_T),
-            tables=tuple(table if len(table) != S else F.pad(table, (0, 0, 0, num_requests - S)) for table in self.tables),
+            tables=tuple(F.pad(table, (0, 0, 0, max(0, num_requests - len(table)))) for table in self.tables),
             lease_S=F.pad(self.lease_S, (0, num_requests - S)), starts_S1=torch.cat((self.starts_S1, starts)),
             lengths_S=F.pad(self.lengths_S, (0, num_requests - S)),
             ancestors_T=None if self.ancestors_T is None else longer(self.ancestors_T, -1))
@@ -293,8 +293,8 @@ def wide(x_LV: Tensor) -> Tensor:
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str | torch.device | None = None,
                context: int | None = None, ops=kernels) -> Model:
     """The checkpoint's model, its weights dequantized to `dtype`; for native operations None means as they are stored.
-    `device` by default is the operations' own, or the CPU. `context` (None: the trained one) is the longest sequence it will see; ValueError if no rope scaling of the model
-    covers it."""
+    `device` by default is the operations' own, or the CPU. `context` (None: the trained one) is the longest sequence
+    it will see; ValueError if no rope scaling of the model covers it."""
     config = checkpoint.config
     context = config.context if context is None else context
     if not 1 <= context <= config.max_context:

@@ -6,6 +6,7 @@ other numbers in one of them.
 
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -239,10 +240,8 @@ def test_attention(ops, H, G, A, B, lengths, new, window):
     kv, reference, table = filled_cache(ops, lengths, G, A, B)
     q_THA, scale, batch = rand(sum(new), H, A, seed=1), A**-0.5, batch_of(table, lengths, new)
     out_THA = ops.attention(q_THA, kv, batch, scale, window)
-    reference = SimpleNamespace(**{name: getattr(reference, name) for name in ("page_size", "group", "k_scale", "v_scale")},
-                                k=reference.k.double(), v=reference.v.double())
-    exact_THA = kernels.attention(q_THA.double(), reference, batch, scale, window)
-    reference.k, reference.v = reference.k.bfloat16(), reference.v.bfloat16()
+    in_float64 = replace(reference, k=reference.k.double(), v=reference.v.double())
+    exact_THA = kernels.attention(q_THA.double(), in_float64, batch, scale, window)
     assert_close(out_THA, exact_THA, kernels.attention(q_THA.bfloat16(), reference, batch, scale, window).double())
     assert torch.equal(out_THA, alone(ops, q_THA, kv, table, lengths, new, scale, window))
 
@@ -259,11 +258,12 @@ def test_a_tree_has_the_bits_of_its_paths(ops, past, window):
     out_THA = ops.attention(q_THA, kv, batch, 0.2, window)
     slots = [int(table[0, place // B]) * B + place % B for place in range(past + num)]
     for row, path in enumerate(paths):
-        moved = SimpleNamespace(**vars(kv) | {"k": kv.k.clone(), "v": kv.v.clone()})
+        moved = replace(kv, k=kv.k.clone(), v=kv.v.clone())
         for place, j in enumerate(path, past):
             ops.move_kv_(moved, torch.tensor([slots[past + j]]), torch.tensor([slots[place]]))
         plain = batch_of(table, [past + len(path)], [1])
-        assert torch.equal(out_THA[row : row + 1], ops.attention(q_THA[row : row + 1].clone(), moved, plain, 0.2, window))
+        want_THA = ops.attention(q_THA[row : row + 1].clone(), moved, plain, 0.2, window)
+        assert torch.equal(out_THA[row : row + 1], want_THA)
 
 
 @pytest.mark.parametrize("new", [[3, 1], [40, 1]])
@@ -395,7 +395,8 @@ def test_a_missing_barrier_gives_other_numbers_by_order(tmp_path):
     ("if (thread < 32) __syncthreads();\n    else\n        __syncthreads();",
      "thread 0 waits at .*program.cu:9, thread 32 waits at .*program.cu:11"),
     ("if (thread % 2) __syncwarp();", "waits at .*program.cu:9 for its warp"),
-    ("if (thread < 33) out[0] = __shfl_xor_sync(ALL_LANES, thread, 1);", "thread 32 waits at .*:9 for its warp, thread 33"),
+    ("if (thread < 33) out[0] = __shfl_xor_sync(ALL_LANES, thread, 1);",
+     "thread 32 waits at .*:9 for its warp, thread 33"),
 ])
 def test_a_divergent_barrier_is_told_with_its_line(tmp_path, body, message):
     done = said(tmp_path, body)
@@ -403,8 +404,8 @@ def test_a_divergent_barrier_is_told_with_its_line(tmp_path, body, message):
     assert re.search(message, done.stdout), done.stdout
 
 
-COPY = "cp_async_16(shared.numbers + thread % 16 * 4, from + thread % 16); cp_async_commit(); {wait} __syncthreads(); " \
-       "out[thread] = shared.numbers[thread]; cp_async_wait<0>();"
+COPY = ("cp_async_16(shared.numbers + thread % 16 * 4, from + thread % 16); cp_async_commit(); {wait} "
+        "__syncthreads(); out[thread] = shared.numbers[thread]; cp_async_wait<0>();")
 
 
 def test_copies_arrive_when_they_are_waited_for(tmp_path):

@@ -2,12 +2,12 @@
 //
 // Two kernels, as requests have few new tokens (decoding, drafts, trees) or many (prompts):
 //   few_new   A block has one token's heads of one key/value head, padded to the 16 rows of a product, and one chunk of
-//             128 places; all query heads share the reading of keys and values. The chunk comes whole into shared memory
-//             by cp.async, 64 KB in flight a block at a width of 128, and three blocks share a multiprocessor: one
-//             computes while two wait. Its 4 warps share the chunk's tiles for scores and the columns for values. Bound
-//             by memory: 2 * H / G operations a byte. Chunks' sums are merged by merge_chunks: 1 / 32 to 1 / 8 of the
-//             bytes, from cache. Where requests are many, a block takes all chunks of its token instead, and merges
-//             them itself.
+//             128 places; all query heads share the reading of keys and values. The chunk comes whole into shared
+//             memory by cp.async, 64 KB in flight a block at a width of 128, and three blocks share a multiprocessor:
+//             one computes while two wait. Its 4 warps share the chunk's tiles for scores and the columns for values.
+//             Bound by memory: 2 * H / G operations a byte. Chunks' sums are merged by merge_chunks: 1 / 32 to 1 / 8 of
+//             the bytes, from cache. Where requests are many, a block takes all chunks of its token instead, and merges
+//             them itself. Several new tokens of a request each read its keys, all but the first from cache.
 //   many_new  A block has 64 rows, a warp 16 of them, and walks through the tiles of 32 places, two in flight. Bound by
 //             the tensor cores: 4 * 64 * 32 * A operations for 128 * A bytes, 64 a byte, of which neighbours in the
 //             same text share in cache.
@@ -76,7 +76,8 @@ __device__ bool find_work(Work& work, const Attention& call, Predicate is_it) {
 
 // A chunk's sums for one row in the workspace: A of acc, then the greatest score and the sum of p.
 template <int A>
-__device__ float* chunk_sums(const Attention& call, const Work& work, int64_t i, int64_t chunk, int64_t head_tile, int row) {
+__device__ float* chunk_sums(const Attention& call, const Work& work, int64_t i, int64_t chunk, int64_t head_tile,
+                             int row) {
     const int64_t slot = work.first_slot + i * work.num_chunks + chunk - work.first_chunk;
     return call.workspace + ((slot * call.head_tiles() + head_tile) * call.tile_heads() + row) * (A + 4);
 }
@@ -107,7 +108,8 @@ __device__ void weigh_chunk(FewNew<A>& shared, const uint32_t (&q)[A / 16][4], c
     if (lane_id() % 4 == 0) shared.tops[tile][row] = top[0], shared.tops[tile][row + 8] = top[1];
     for (int n = 0; n < KEYS / 8; n++)
         for (int r = 0; r < 2; r++) {
-            const uint32_t pair = bfloat_pair(weight_of(score[n][2 * r], top[r]), weight_of(score[n][2 * r + 1], top[r]));
+            const float* const two = score[n] + 2 * r;
+            const uint32_t pair = bfloat_pair(weight_of(two[0], top[r]), weight_of(two[1], top[r]));
             memcpy(&shared.p[row + 8 * r][tile * KEYS + 8 * n + lane_id() % 4 * 2], &pair, sizeof pair);
         }
 }
@@ -117,7 +119,8 @@ template <int A>
 constexpr int OWN_COLUMNS = (A / 16 + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
 
 template <int A>
-__device__ void sum_chunk(float (&acc)[OWN_COLUMNS<A>][2][4], float (&sums)[4], float (&top)[2], const FewNew<A>& shared) {
+__device__ void sum_chunk(float (&acc)[OWN_COLUMNS<A>][2][4], float (&sums)[4], float (&top)[2],
+                          const FewNew<A>& shared) {
     const int matrix = lane_id() / 8, row = lane_id() % 8;
     for (int n = 0; n < OWN_COLUMNS<A>; n++)
         for (int i = 0; i < 8; i++) acc[n][i / 4][i % 4] = 0;
@@ -235,8 +238,8 @@ __global__ void merge_chunks(Attention call) {
     Work work{};
     find_work(work, call, [&](int64_t s, int64_t) { return t < call.starts_S1[s + 1]; });
     if (!work.shared_out) return;
-    const int64_t i = t - call.starts_S1[work.request], tiles = call.head_tiles() / call.G, in_group = head % call.heads();
-    const int64_t head_tile = head / call.heads() * tiles + in_group / M;
+    const int64_t i = t - call.starts_S1[work.request], in_group = head % call.heads();
+    const int64_t head_tile = head / call.heads() * (call.head_tiles() / call.G) + in_group / M;
     const Sight seen(call, work.request, i);
     float total = 0, total_sum = 0, top = NOTHING;
 #pragma unroll 8
@@ -259,43 +262,31 @@ struct alignas(128) ManyNew {
     float total[ATTENTION_WARPS][A / 8][4][WARP];       // of the chunks before
 };
 
-// Rows `row` to `end_row` of a request's (row r is new token r / R and query head r % R of the group's R), of which this
-// warp has 16 from its own. Says whether one of its results is not finite.
-template <int A>
-__device__ bool attend_rows(ManyNew<A>& shared, const Attention& call, int64_t s, int64_t group, int64_t row, int64_t end_row) {
-    const int64_t R = call.heads();
-    Sight seen(call, s, (end_row - 1) / R);             // of all these rows
-    seen.first = Sight(call, s, row / R).first;
-    const int32_t* const pages = call.table + call.row_S[s] * call.table_stride;
-    const float* queries[2];
-    int64_t first[2] = {}, end[2] = {}, out_row[2] = {};
-    for (int r = 0; r < 2; r++) {
-        const int64_t own = row + warp_id() * M + lane_id() / 4 + 8 * r;
-        queries[r] = nullptr;
-        if (own >= end_row) continue;
-        const Sight of_row(call, s, own / R);
-        first[r] = of_row.first, end[r] = of_row.end;
-        out_row[r] = (call.starts_S1[s] + own / R) * call.H + group * R + own % R;
-        queries[r] = call.q_THA + out_row[r] * call.A;
+// Which rows this lane has of a block's, by r: those of number l / 4 and l / 4 + 8 of its warp's 16.
+struct Rows {
+    int64_t first[2] = {}, end[2] = {}, out[2] = {};    // what they see; their numbers among all rows of heads
+    bool exist[2];
+
+    // Row `row` is new token row / R and query head row % R of the group's R.
+    __device__ Rows(const Attention& call, int64_t s, int64_t group, int64_t row, int64_t end_row) {
+        for (int r = 0; r < 2; r++) {
+            const int64_t own = row + warp_id() * M + lane_id() / 4 + 8 * r, R = call.heads();
+            exist[r] = own < end_row;
+            if (!exist[r]) continue;
+            const Sight seen(call, s, own / R);
+            first[r] = seen.first, end[r] = seen.end;
+            out[r] = (call.starts_S1[s] + own / R) * call.H + group * R + own % R;
+        }
     }
-    uint32_t q[A / 16][4];
-    load_queries<A>(q, {queries[0], queries[1]}, call.A);
+};
 
-    float acc[A / 8][4] = {}, sums[4] = {}, top[2] = {NOTHING, NOTHING}, total_sums[2] = {}, total_top[2] = {NOTHING, NOTHING};
-    auto& total = shared.total[warp_id()];
-    for (int n = 0; n < A / 8; n++)
-        for (int i = 0; i < 4; i++) total[n][i][lane_id()] = 0;
-    const int64_t begin = seen.first / CHUNK * CHUNK;
-    fetch<A, KEYS>(shared.keys[0], shared.values[0], call, pages, group, begin, seen);
-    for (int64_t place = begin; place < seen.end; place += KEYS) {
-        const int now = (place - begin) / KEYS % 2;
-        cp_async_wait<0>();
-        __syncthreads();        // all see this tile, and nobody needs the one before any more
-        fetch<A, KEYS>(shared.keys[1 - now], shared.values[1 - now], call, pages, group, place + KEYS, seen);
+// What a warp has summed of a chunk.
+template <int A>
+struct ChunkSums {
+    float acc[A / 8][4] = {}, sums[4] = {}, top[2] = {NOTHING, NOTHING};
 
-        float score[KEYS / 8][4], tile_top[2];
-        score_tile<A>(score, q, shared.keys[now]);
-        mask_tile(tile_top, score, call, place, first, end);
+    __device__ void add_tile(const float (&score)[KEYS / 8][4], const float (&tile_top)[2],
+                             const __nv_bfloat16 (*values)[A + 8]) {
         float factor[2];
         for (int r = 0; r < 2; r++) {
             const float greatest = fmaxf(top[r], tile_top[r]);
@@ -315,33 +306,79 @@ __device__ bool attend_rows(ManyNew<A>& shared, const Attention& call, int64_t s
             }
             weigh_ones(sums, p);
 #pragma unroll
-            for (int c = 0; c < A / 16; c++)
-                weigh_values<A>(acc[2 * c], acc[2 * c + 1], p, shared.values[now] + 16 * k, c);
+            for (int c = 0; c < A / 16; c++) weigh_values<A>(acc[2 * c], acc[2 * c + 1], p, values + 16 * k, c);
         }
-        if ((place + KEYS) % CHUNK && place + KEYS < seen.end) continue;
-        const Merge merge[2] = {{total_top[0], top[0], sums[0]}, {total_top[1], top[1], sums[2]}};
-        for (int r = 0; r < 2; r++) total_sums[r] = merge[r](total_sums[r], sums[2 * r]), top[r] = NOTHING;
+    }
+};
+
+// What it has summed of the chunks before: in shared memory, which it needs every fourth tile only.
+template <int A>
+struct TotalSums {
+    float (&acc)[A / 8][4][WARP];
+    float sums[2] = {}, top[2] = {NOTHING, NOTHING};
+
+    __device__ TotalSums(float (&memory)[A / 8][4][WARP]) : acc(memory) {
+        for (int n = 0; n < A / 8; n++)
+            for (int i = 0; i < 4; i++) acc[n][i][lane_id()] = 0;
+    }
+    __device__ void add(const ChunkSums<A>& chunk) {
+        const Merge merge[2] = {{top[0], chunk.top[0], chunk.sums[0]}, {top[1], chunk.top[1], chunk.sums[2]}};
+        for (int r = 0; r < 2; r++) sums[r] = merge[r](sums[r], chunk.sums[2 * r]);
 #pragma unroll
         for (int n = 0; n < A / 8; n++)
             for (int i = 0; i < 4; i++) {
-                total[n][i][lane_id()] = merge[i / 2](total[n][i][lane_id()], acc[n][i]);
-                acc[n][i] = 0;
+                float& total = acc[n][i][lane_id()];
+                total = merge[i / 2](total, chunk.acc[n][i]);
             }
-        for (int i = 0; i < 4; i++) sums[i] = 0;
+    }
+    // Says whether one of the results is not finite.
+    __device__ bool put(const Attention& call, const Rows& rows) const {
+        bool damaged = false;
+        for (int n = 0; n < A / 8; n++)
+            for (int i = 0; i < 4; i++) {
+                const int64_t column = 8 * n + lane_id() % 4 * 2 + i % 2;
+                if (!rows.exist[i / 2] || column >= call.A) continue;
+                const float x = result(acc[n][i][lane_id()], sums[i / 2]);
+                call.out_THA[rows.out[i / 2] * call.A + column] = x;
+                damaged |= !is_finite(x);
+            }
+        return damaged;
+    }
+};
+
+// Rows `row` to `end_row` of a request, in tiles of the places that one of them sees. Says whether a result of this
+// thread is not finite.
+template <int A>
+__device__ bool attend_rows(ManyNew<A>& shared, const Attention& call, int64_t s, int64_t group, int64_t row,
+                            int64_t end_row) {
+    Sight seen(call, s, (end_row - 1) / call.heads());
+    seen.first = Sight(call, s, row / call.heads()).first;
+    const int32_t* const pages = call.table + call.row_S[s] * call.table_stride;
+    const Rows rows(call, s, group, row, end_row);
+    uint32_t q[A / 16][4];
+    load_queries<A>(q, {rows.exist[0] ? call.q_THA + rows.out[0] * call.A : nullptr,
+                        rows.exist[1] ? call.q_THA + rows.out[1] * call.A : nullptr}, call.A);
+
+    ChunkSums<A> chunk;
+    TotalSums<A> total(shared.total[warp_id()]);
+    const int64_t begin = seen.first / CHUNK * CHUNK;
+    fetch<A, KEYS>(shared.keys[0], shared.values[0], call, pages, group, begin, seen);
+    for (int64_t place = begin; place < seen.end; place += KEYS) {
+        const int now = (place - begin) / KEYS % 2;
+        cp_async_wait<0>();
+        __syncthreads();        // all see this tile, and nobody needs the one before any more
+        fetch<A, KEYS>(shared.keys[1 - now], shared.values[1 - now], call, pages, group, place + KEYS, seen);
+        float score[KEYS / 8][4], top[2];
+        score_tile<A>(score, q, shared.keys[now]);
+        mask_tile(top, score, call, place, rows.first, rows.end);
+        chunk.add_tile(score, top, shared.values[now]);
+        if ((place + KEYS) % CHUNK && place + KEYS < seen.end) continue;
+        total.add(chunk);
+        chunk = ChunkSums<A>();
     }
     cp_async_wait<0>();
     __syncthreads();
-
-    bool damaged = false;
-    for (int n = 0; n < A / 8; n++)
-        for (int i = 0; i < 4; i++) {
-            const int64_t column = 8 * n + lane_id() % 4 * 2 + i % 2;
-            if (!queries[i / 2] || column >= call.A) continue;
-            const float out = result(total[n][i][lane_id()], total_sums[i / 2]);
-            call.out_THA[out_row[i / 2] * call.A + column] = out;
-            damaged |= !is_finite(out);
-        }
-    return damaged;
+    return total.put(call, rows);
 }
 
 // Which request's which tile of rows this block has; later ones come first, since they see more.
@@ -422,8 +459,8 @@ int attention_cuda(float* out_THA, const float* q_THA, const void* k_cache, cons
     if (T == 0) return OK;
     constexpr float LOG2_E = 1.44269504f;
     const Attention call = {out_THA, q_THA, (const __nv_bfloat16*)k_cache, (const __nv_bfloat16*)v_cache, table, row_S,
-                            starts_S1, lengths_S, ancestors_T, (float*)workspace, T, S, H, G, A, B, table_stride, window,
-                            capacity(T, table_stride * B), scale * LOG2_E};
+                            starts_S1, lengths_S, ancestors_T, (float*)workspace, T, S, H, G, A, B, table_stride,
+                            window, capacity(T, table_stride * B), scale * LOG2_E};
 #define ATTEND(width) if (kv_width(A) == width) return attend<width>(call, cudaStream_t(stream));
     HEAD_WIDTHS(ATTEND)
     return BAD_SIZE;

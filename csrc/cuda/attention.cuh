@@ -1,10 +1,11 @@
 // What the kernels of attention.cu share: the arithmetic of a tile, who sees what, and where it lies in the cache.
 //
 // The arithmetic, of a row (a query head of a token) and the places of its text, the same in all kernels:
-//   Chunks of 128 places begin at multiples of 128; a chunk is cut into tiles of 32. Scores are products by mma over the
-//   head's width in order, times scale * log2(e); out of sight they are -infinity. Tile by tile, m = the greatest score
-//   so far; what was summed before is multiplied by 2^(old m - m); p = 2^(score - m), rounded to bfloat16; sums += p and
-//   acc += p V, again by mma, over 16 places at a time in order. Chunks start from nothing and are merged in order.
+//   Chunks of 128 places begin at multiples of 128; a chunk is cut into tiles of 32. Scores are products by mma over
+//   the head's width in order, times scale * log2(e); out of sight they are -infinity. Tile by tile, m = the greatest
+//   score so far; what was summed before is multiplied by 2^(old m - m); p = 2^(score - m), rounded to bfloat16; sums
+//   += p and acc += p V, again by mma, over 16 places at a time in order. Chunks start from nothing and are merged in
+//   order.
 // So a row's bits do not depend on which kernel computed it, on who shares its tiles, or on how chunks were shared out.
 #pragma once
 #include "common.cuh"
@@ -106,7 +107,8 @@ __device__ void load_queries(uint32_t (&q)[A / 16][4], const float* const (&rows
 
 // Scores of 16 rows and 32 keys: score[n] are those of keys 8 n to 8 n + 7.
 template <int A>
-__device__ void score_tile(float (&score)[KEYS / 8][4], const uint32_t (&q)[A / 16][4], const __nv_bfloat16 (*keys)[A + 8]) {
+__device__ void score_tile(float (&score)[KEYS / 8][4], const uint32_t (&q)[A / 16][4],
+                           const __nv_bfloat16 (*keys)[A + 8]) {
     const int matrix = lane_id() / 8, row = lane_id() % 8;
     for (int n = 0; n < KEYS / 8; n++)
         for (int i = 0; i < 4; i++) score[n][i] = 0;
@@ -147,8 +149,8 @@ __device__ inline float weight_of(float score, float top) { return score == NOTH
 
 // Columns 16 c to 16 c + 15 += p V over 16 places.
 template <int A>
-__device__ void weigh_values(float (&low)[4], float (&high)[4], const uint32_t (&p)[4], const __nv_bfloat16 (*values)[A + 8],
-                             int c) {
+__device__ void weigh_values(float (&low)[4], float (&high)[4], const uint32_t (&p)[4],
+                             const __nv_bfloat16 (*values)[A + 8], int c) {
     const int matrix = lane_id() / 8, row = lane_id() % 8;
     uint32_t b[4];
     ldmatrix_x4_trans(b, &values[matrix % 2 * 8 + row][16 * c + matrix / 2 * 8]);
@@ -157,9 +159,12 @@ __device__ void weigh_values(float (&low)[4], float (&high)[4], const uint32_t (
 }
 
 // Sums += p over 16 places: a product with ones.
-__device__ inline void weigh_ones(float (&sums)[4], const uint32_t (&p)[4]) { mma_bf16(sums, p, {0x3f803f80, 0x3f803f80}); }
+__device__ inline void weigh_ones(float (&sums)[4], const uint32_t (&p)[4]) {
+    mma_bf16(sums, p, {0x3f803f80, 0x3f803f80});
+}
 
-// How a chunk's sums join those of the chunks before it. One of which a row sees nothing (its sum of p is 0) is left out.
+// How a chunk's sums join those of the chunks before it. One of which a row sees nothing (its sum of p is 0) is left
+// out.
 struct Merge {
     float before, here;
     bool sees_nothing;

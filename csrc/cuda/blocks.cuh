@@ -1,5 +1,4 @@
-// How packed weights and quantized activations lie in device memory: what pack.cu and quantize.cu write and matmul.cu and
-// embed.cu read. ../cpu/matmul.h says what a format's scales mean.
+// How packed weights and quantized activations lie in device memory: what pack.cu and matmul.cu write and read. ../cpu/matmul.h says what a format's scales mean.
 //
 // Weights: outputs are cut into panels of 16, inputs into steps of 64 (two groups of 32); what lacks is zeros. A step's
 // quants lie as the lanes of a warp need them for mma.m16n8k32 (ptx.cuh): lane l's register r of group j holds the
@@ -105,11 +104,12 @@ struct Scales {
     int s_min[2][2];        // K16_MIN
 
     __device__ void load(const uint8_t* head, const uint8_t* step, int j, int o) {
-        const uint8_t* const own = step + Blocks<F>::SCALES + Blocks<F>::GROUP_SCALES * j + Blocks<F>::GROUP_SCALES / 8 * o;
+        constexpr int BYTES = Blocks<F>::GROUP_SCALES;
+        const uint8_t* const own = step + Blocks<F>::SCALES + BYTES * j + BYTES / 8 * o;
         const uint8_t* const own_head = head + Blocks<F>::HEAD_BYTES / 8 * o;
         for (int i = 0; i < 2; i++) {
-            if constexpr (Blocks<F>::SCALING == Scaling::ONE) d[i] = half_at(own + 2 * i);
-            if constexpr (Blocks<F>::SCALING == Scaling::ONE_MIN) d[i] = half_at(own + 2 * i), m[i] = half_at(own + 4 + 2 * i);
+            if constexpr (Blocks<F>::SCALING <= Scaling::ONE_MIN) d[i] = half_at(own + 2 * i);
+            if constexpr (Blocks<F>::SCALING == Scaling::ONE_MIN) m[i] = half_at(own + 4 + 2 * i);
             if constexpr (Blocks<F>::SCALING == Scaling::K32) {     // both products are exact
                 d[i] = half_at(own_head + 2 * i) * own[i];
                 m[i] = -(half_at(own_head + 4 + 2 * i) * own[2 + i]);

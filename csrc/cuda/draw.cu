@@ -283,8 +283,8 @@ __device__ int64_t draw_row(const float* logits_V, const DrawRules& rules, doubl
     return block_best(winner).id;
 }
 
-__global__ void __launch_bounds__(THREADS) draw(int64_t* id_L, const float* x_LV, const DrawRules* rules_L, char* workspace,
-                                                int64_t V) {
+__global__ void __launch_bounds__(THREADS) draw(int64_t* id_L, const float* x_LV, const DrawRules* rules_L,
+                                                char* workspace, int64_t V) {
     const int64_t l = blockIdx.x;
     double* const x_V = reinterpret_cast<double*>(workspace) + l * V;
     int32_t* const id_C = reinterpret_cast<int32_t*>(reinterpret_cast<double*>(workspace) + gridDim.x * V) + l * V;

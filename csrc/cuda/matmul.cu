@@ -2,17 +2,17 @@
 // the 16 rows and rows of x as the 8 columns.
 //
 // The arithmetic of cpu/matmul.inc, group by group: the products of 32 inputs are summed exactly, as integers, then
-// scaled and added by fma, in ascending order. Here y starts at 0 in every segment of 256 inputs, and the segments' sums
-// are added in ascending order: so warps may share a row's inputs, and the result has the same bits for 1 row and for
-// 1000. (Dequantizing to bfloat16 tiles would not: how a tensor core rounds inside a product is not told, and differs
-// from any loop.)
+// scaled and added by fma, in ascending order. Here y starts at 0 in every segment of 256 inputs, and the segments'
+// sums are added in ascending order: so warps may share a row's inputs, and the result has the same bits for 1 row and
+// for 1000. (Dequantizing to bfloat16 tiles would not: how a tensor core rounds inside a product is not told, and
+// differs from any loop.)
 //
-// Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each weight
-// is read once, by 16-byte loads of which a warp has four in flight (2 KB) while it computes on the four before. No
-// shared memory but for the segments' sums.
-// More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x 64 weights and 64 x 64 numbers of x come into
-// shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64 operations for 10 KB read, 100 a byte. The
-// two fmas that scale a sum of 32 products bound it beside the tensor cores.
+// Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each
+// weight is read once, by 16-byte loads of which a warp has four in flight (2 KB) while it computes on the four before.
+// No shared memory but for the segments' sums.
+// More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x
+// 64 weights and 64 x 64 numbers of x come into shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64
+// operations for 10 KB read, 100 a byte. The two fmas that scale a sum of 32 products bound it beside the tensor cores.
 #include "blocks.cuh"
 #include "kernels.cuh"
 
@@ -20,7 +20,7 @@ namespace quire {
 namespace {
 
 constexpr int SEGMENT_STEPS = 4;
-constexpr int WARPS = 8;
+constexpr int WARPS = 8, THREADS = WARPS * WARP;
 
 // x rounded -----------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ struct Output {
 
 // A block has one panel of outputs; its warps take the segments by turns.
 template <int F, int TILES>
-__global__ void __launch_bounds__(WARPS* WARP) few_rows(Output out, const uint8_t* x, const uint8_t* packed, int64_t I) {
+__global__ void __launch_bounds__(THREADS) few_rows(Output out, const uint8_t* x, const uint8_t* packed, int64_t I) {
     const int64_t num_steps = Blocks<F>::steps(I), num_segments = divide_up(num_steps, SEGMENT_STEPS);
     const uint8_t* const panel = packed + blockIdx.x * Blocks<F>::panel_bytes(I);
     float* const sums = &dynamic_shared<float>();       // [segment][tile][register][lane]
@@ -171,12 +171,14 @@ __global__ void __launch_bounds__(WARPS* WARP) few_rows(Output out, const uint8_
         for (int n = 0; n < SEGMENT_STEPS; n++) {
             const int64_t step = segment * SEGMENT_STEPS + n;
             if (step >= num_steps) break;
-            const uint8_t *const own = panel + Blocks<F>::step_offset(step), *const head = panel + Blocks<F>::head_offset(step);
+            const uint8_t* const own = panel + Blocks<F>::step_offset(step);
+            const uint8_t* const head = panel + Blocks<F>::head_offset(step);
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 Scales<F> w;
                 w.load(head, own, j, lane / 4);
-                const uint32_t a[4] = {raw[n].quants(j, 0), raw[n].quants(j, 1), raw[n].quants(j, 2), raw[n].quants(j, 3)};
+                uint32_t a[4];
+                for (int r = 0; r < 4; r++) a[r] = raw[n].quants(j, r);
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     const uint8_t* const x_step = x + (tile * num_steps + step) * X_BYTES;
@@ -216,10 +218,10 @@ template <int F>
 __device__ void fetch(Stage<F>& stage, const uint8_t* x, const uint8_t* packed, int64_t panel, int64_t last_panel,
                       int64_t step, int64_t num_steps, int64_t I) {
     constexpr int X_PIECES = X_BYTES / 16, W_PIECES = Blocks<F>::STEP_BYTES / 16;
-    for (int n = threadIdx.x; n < TILE_X * X_PIECES; n += WARPS * WARP)
+    for (int n = threadIdx.x; n < TILE_X * X_PIECES; n += THREADS)
         cp_async_16(stage.x[n / X_PIECES] + n % X_PIECES * 16,
                     x + (n / X_PIECES * num_steps + step) * X_BYTES + n % X_PIECES * 16);
-    for (int n = threadIdx.x; n < TILE_PANELS * W_PIECES; n += WARPS * WARP) {
+    for (int n = threadIdx.x; n < TILE_PANELS * W_PIECES; n += THREADS) {
         const int64_t from = panel + n / W_PIECES;
         cp_async_16(stage.w[n / W_PIECES] + n % W_PIECES * 16,
                     packed + (from < last_panel ? from : last_panel) * Blocks<F>::panel_bytes(I) +
@@ -228,8 +230,8 @@ __device__ void fetch(Stage<F>& stage, const uint8_t* x, const uint8_t* packed, 
 }
 
 template <int F>
-__device__ void multiply(float (&y)[WARP_PANELS * WARP_X][4], const Stage<F>& stage, const uint8_t* const (&heads)[WARP_PANELS],
-                         int first_panel, int first_x) {
+__device__ void multiply(float (&y)[WARP_PANELS * WARP_X][4], const Stage<F>& stage,
+                         const uint8_t* const (&heads)[WARP_PANELS], int first_panel, int first_x) {
     const int lane = lane_id();
     Raw<F> raw[WARP_PANELS];
     for (int p = 0; p < WARP_PANELS; p++) raw[p].load(stage.w[first_panel + p], lane);
@@ -254,7 +256,8 @@ __device__ void multiply(float (&y)[WARP_PANELS * WARP_X][4], const Stage<F>& st
 
 // Grid: (tiles of rows, tiles of outputs): blocks that run side by side share their weights in cache.
 template <int F>
-__global__ void __launch_bounds__(WARPS* WARP) many_rows(Output out, const uint8_t* x_all, const uint8_t* packed, int64_t I) {
+__global__ void __launch_bounds__(THREADS) many_rows(Output out, const uint8_t* x_all, const uint8_t* packed,
+                                                     int64_t I) {
     auto& stages = dynamic_shared<Stage<F>[STAGES]>();
     const int64_t num_steps = Blocks<F>::steps(I), panel = int64_t(blockIdx.y) * TILE_PANELS;
     const int64_t last_panel = num_panels(out.O) - 1;
@@ -275,7 +278,8 @@ __global__ void __launch_bounds__(WARPS* WARP) many_rows(Output out, const uint8
         cp_async_commit();
         for (int p = 0; p < WARP_PANELS; p++) {
             const int64_t own = panel + first_panel + p;
-            heads[p] = packed + (own < last_panel ? own : last_panel) * Blocks<F>::panel_bytes(I) + Blocks<F>::head_offset(step);
+            heads[p] = packed + (own < last_panel ? own : last_panel) * Blocks<F>::panel_bytes(I) +
+                       Blocks<F>::head_offset(step);
         }
         multiply(y, stages[step % STAGES], heads, first_panel, first_x);
         if ((step + 1) % SEGMENT_STEPS && step + 1 < num_steps) continue;
@@ -295,12 +299,12 @@ __global__ void __launch_bounds__(WARPS* WARP) many_rows(Output out, const uint8
 
 template <int F>
 int multiply(const Output& out, const uint8_t* x, const uint8_t* packed, int64_t I, cudaStream_t stream) {
-    const dim3 threads(WARPS * WARP);
-    if (out.T > FEW_ROWS)
-        return launch(many_rows<F>, dim3(divide_up(out.T, TILE_ROWS), divide_up(num_panels(out.O), TILE_PANELS)), threads,
-                      sizeof(Stage<F>[STAGES]), stream, out, x, packed, I);
+    if (out.T > FEW_ROWS) {
+        const dim3 grid(divide_up(out.T, TILE_ROWS), divide_up(num_panels(out.O), TILE_PANELS));
+        return launch(many_rows<F>, grid, dim3(THREADS), sizeof(Stage<F>[STAGES]), stream, out, x, packed, I);
+    }
     const int64_t tiles = divide_up(out.T, ROWS), segments = divide_up(Blocks<F>::steps(I), SEGMENT_STEPS);
-    return launch(tiles == 1 ? few_rows<F, 1> : few_rows<F, 2>, dim3(num_panels(out.O)), threads,
+    return launch(tiles == 1 ? few_rows<F, 1> : few_rows<F, 2>, dim3(num_panels(out.O)), dim3(THREADS),
                   segments * tiles * 4 * WARP * sizeof(float), stream, out, x, packed, I);
 }
 
@@ -315,7 +319,7 @@ int quantize_cuda(void* quantized, const float* x_TI, int64_t T, int64_t I, Stre
     if (T < 0 || I < 1 || I % GROUP) return BAD_SIZE;
     if (T == 0) return OK;
     const int64_t num_steps = divide_up(I, STEP);
-    return launch(quantize, dim3(divide_up(num_steps, WARPS), x_tiles(T)), dim3(WARPS * WARP), 0, cudaStream_t(stream),
+    return launch(quantize, dim3(divide_up(num_steps, WARPS), x_tiles(T)), dim3(THREADS), 0, cudaStream_t(stream),
                   (uint8_t*)quantized, x_TI, T, I, num_steps);
 }
 
@@ -325,8 +329,8 @@ int matmul_cuda(float* y_TO, const void* quantized, const void* packed, const fl
     if (T < 0 || column < 0 || column + O > stride) return BAD_SIZE;
     if (T == 0) return OK;
     const Output out = {y_TO, bias_O, T, O, column, stride, accumulate};
-#define MULTIPLY(F) \
-    if (format == F) return multiply<F>(out, (const uint8_t*)quantized, (const uint8_t*)packed, I, cudaStream_t(stream));
+    const auto *const x = (const uint8_t*)quantized, *const weights = (const uint8_t*)packed;
+#define MULTIPLY(F) if (format == F) return multiply<F>(out, x, weights, I, cudaStream_t(stream));
     BLOCK_FORMATS(MULTIPLY)
     return BAD_FORMAT;
 }

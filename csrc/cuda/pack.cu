@@ -96,8 +96,8 @@ __device__ void write_quants(uint8_t* step, const uint8_t* raw, int64_t o, int64
 }
 
 template <int F>
-__device__ void write_scales(uint8_t* head, uint8_t* step, const uint8_t* raw, int64_t o, int64_t i, int64_t O, int64_t I,
-                             bool begins_head) {
+__device__ void write_scales(uint8_t* head, uint8_t* step, const uint8_t* raw, int64_t o, int64_t i, int64_t O,
+                             int64_t I, bool begins_head) {
     constexpr Scaling SCALING = Blocks<F>::SCALING;
     constexpr int BYTES = Blocks<F>::GROUP_SCALES;
     for (int j = 0; j < 2; j++)
@@ -162,7 +162,8 @@ __device__ float weight_at(const uint8_t* panel, int o, int64_t i) {
 template <int F>
 __global__ void embed(float* x_TD, const uint8_t* packed, const int64_t* token_T, int64_t D) {
     const int64_t d = int64_t(blockIdx.x) * THREADS + threadIdx.x, token = token_T[blockIdx.y];
-    if (d < D) x_TD[blockIdx.y * D + d] = weight_at<F>(packed + token / PANEL * Blocks<F>::panel_bytes(D), token % PANEL, d);
+    const uint8_t* const panel = packed + token / PANEL * Blocks<F>::panel_bytes(D);
+    if (d < D) x_TD[blockIdx.y * D + d] = weight_at<F>(panel, token % PANEL, d);
 }
 
 }  // namespace

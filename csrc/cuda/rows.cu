@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(THREADS) silu_mul(float* act_TF, const float* 
 
 // One block an expert, which counts those before it and places its own: E readings of expert_T, from cache, and no
 // order of atomics.
-__global__ void __launch_bounds__(THREADS) group_by_expert(int64_t* order_T, int64_t* starts_E1, const int64_t* expert_T,
-                                                           int64_t T, int64_t E) {
+__global__ void __launch_bounds__(THREADS) group_by_expert(int64_t* order_T, int64_t* starts_E1,
+                                                           const int64_t* expert_T, int64_t T, int64_t E) {
     auto& of_warps = dynamic_shared<int[THREADS / WARP]>();
     const int64_t expert = blockIdx.x;
     int before = 0;

@@ -1,10 +1,10 @@
 // CUDA on the CPU, for tests: a .cu file compiled by g++ against this header runs without a device.
 //
-// Each thread of a block is a fiber; blocks run one after another. A fiber runs until it waits at a barrier or ends, and
-// who goes first is a matter of `order`: a kernel that lacks a barrier gives other numbers in one of the two orders.
-// Where threads of a block wait in different places, or some wait and others have ended, `launch` says so with file and
-// line and returns DEVICE_ERROR; a device would hang. Shared memory begins as NaN, ends where the launch says it ends
-// (AddressSanitizer sees a step further), and what cp.async brings arrives only when it is waited for.
+// Each thread of a block is a fiber; blocks run one after another. A fiber runs until it waits at a barrier or ends,
+// and who goes first is a matter of `order`: a kernel that lacks a barrier gives other numbers in one of the two
+// orders. Where threads of a block wait in different places, or some wait and others have ended, `launch` says so with
+// file and line and returns DEVICE_ERROR; a device would hang. Shared memory begins as NaN, ends where the launch says
+// it ends (AddressSanitizer sees a step further), and what cp.async brings arrives only when it is waited for.
 //
 // Not modelled: time, caches, the order of global memory, how a tensor core rounds inside a product (here: once).
 // Start at `launch`, at the end.
@@ -377,7 +377,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     const uint32_t bits = uint32_t(__float_as_int(x));
     return {uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff)};
 }
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
 inline __half __ushort_as_half(uint16_t bits) { return {bits}; }
 inline float __half2float(__half x) {
     const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
@@ -421,8 +423,8 @@ void emu_ldmatrix(uint32_t (&to)[4], const void* row, const char* file, int line
 inline void ldmatrix_x4(uint32_t (&to)[4], const void* row, EMU_HERE) { emu_ldmatrix<false>(to, row, file, line); }
 inline void ldmatrix_x4_trans(uint32_t (&to)[4], const void* row, EMU_HERE) { emu_ldmatrix<true>(to, row, file, line); }
 
-// Registers of a product (m = 16, n = 8): c[0], c[1] are row lane / 4, columns lane % 4 * 2 and the next; c[2], c[3] the
-// same of row lane / 4 + 8. `multiply(a_of_row, b_of_column, upper half)` gives the sum of products of one element.
+// Registers of a product (m = 16, n = 8): c[0], c[1] are row lane / 4, columns lane % 4 * 2 and the next; c[2], c[3]
+// the same of row lane / 4 + 8. `multiply(a_of_row, b_of_column, upper half)` gives the sum of products of one element.
 template <int NUM_A, int NUM_B, class Number, class Multiply>
 void emu_mma(Number (&c)[4], const uint32_t (&a)[NUM_A], const uint32_t (&b)[NUM_B], Multiply multiply,
              const char* file, int line) {
@@ -448,8 +450,8 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
         for (int half = 0; half < 2; half++)
             for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 2; j++) {
-                    const uint16_t x = uint16_t(a_of[q][2 * half + upper] >> 16 * j), y = uint16_t(b_of[q][half] >> 16 * j);
-                    sum += double(__bfloat162float({x})) * double(__bfloat162float({y}));
+                    const auto number = [j](uint32_t two) { return __bfloat162float({uint16_t(two >> 16 * j)}); };
+                    sum += double(number(a_of[q][2 * half + upper])) * double(number(b_of[q][half]));
                 }
         return float(sum);
     }, file, line);
