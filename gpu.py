@@ -5,8 +5,8 @@ nothing of layers or requests. `load` gives the operations on a device; through 
 computes on CPU tensors, which is how machines without a device test it.
 
 Activations are float32, keys and values bfloat16. Quantized weights stay as they are stored; each row of a result has
-the same bits alone or among others. Plain weights go through torch's matmul in their own type, whose bits depend on how
-many rows there are.
+the same bits alone or among others. So do up to 16 rows on plain weights in bfloat16; more, and other types, go through
+torch's matmul, whose bits depend on how many rows there are.
 """
 
 import ctypes
@@ -283,7 +283,10 @@ class Cuda:
         column = 0
         for part in weights.parts:
             bias = None if bias_O is None else bias_O[column : column + part.rows]
-            if part.format is None:
+            if part.format is None and part.memory.dtype == torch.bfloat16 and T <= FEW_ROWS and columns % 8 == 0:
+                self.call("dense", y_TO, x_TI, part.memory, bias, T, part.rows, columns, column, weights.rows,
+                          int(accumulate))
+            elif part.format is None:
                 self.run(lambda part=part, bias=bias, y_TO=y_TO[:, column : column + part.rows]:
                          multiply_plain(y_TO, x_TI, part.memory, bias, accumulate))
             else:
@@ -409,6 +412,7 @@ class Cuda:
         return kernels.distribution(x_LV.cpu(), rules)
 
 
+FEW_ROWS = 16  # up to here one reading of the weights is what a product costs; cuBLAS does better with more
 FORMATS_PLAIN = {"f32": torch.float32, "bf16": torch.bfloat16}
 RULES = struct.Struct("qdqddddd4QqQ")
 

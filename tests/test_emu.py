@@ -149,11 +149,22 @@ def test_what_is_not_finite_spoils_its_own_row_alone(ops):
 
 
 @pytest.mark.parametrize("name, dtype", [("f32", torch.float32), ("bf16", torch.bfloat16)])
-def test_plain_weights(emulated, name, dtype):
-    weight_OI, x_TI = rand(48, 64, seed=1).to(dtype), rand(5, 64)
+def test_plain_weights_through_torch(emulated, name, dtype):
+    weight_OI, x_TI = rand(48, 64, seed=1).to(dtype), rand(17, 64)
     weights = emulated.pack([(name, (48, 64), weight_OI.view(torch.uint8))])
     assert torch.equal(emulated.linear(x_TI, weights), kernels.linear(x_TI.to(dtype), weight_OI).float())
     assert torch.equal(emulated.embed(weights, torch.tensor([3, 0])), weight_OI[[3, 0]].float())
+
+
+@pytest.mark.parametrize("O, I", [(33, 64), (16, 1000), (70, 2056)])
+def test_few_rows_on_plain_weights(ops, O, I):
+    weight_OI, x_TI, bias_O = rand(O, I, seed=1).bfloat16(), rand(16, I), rand(O, seed=2)
+    weights = ops.pack([("bf16", (O, I), weight_OI.view(torch.uint8))])
+    y_TO = ops.linear(x_TI, weights, bias_O)
+    exact_TO = kernels.linear(x_TI.double(), weight_OI.double(), bias_O.double())
+    assert_close(y_TO, exact_TO, kernels.linear(x_TI.bfloat16(), weight_OI, bias_O.bfloat16()).double())
+    for num in (1, 2, 8, 9):
+        assert torch.equal(ops.linear(x_TI[:num].clone(), weights, bias_O), y_TO[:num])
 
 
 # The cache -----------------------------------------------------------------------------------------------------------

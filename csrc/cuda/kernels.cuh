@@ -34,6 +34,10 @@ int quantize_cuda(void* quantized, const float* x_TI, int64_t T, int64_t I, Stre
 int matmul_cuda(float* y_TO, const void* quantized, const void* packed, const float* bias_O, int32_t format, int64_t T,
                 int64_t O, int64_t I, int64_t column, int64_t stride, int accumulate, Stream stream);
 
+// The same on weights in bfloat16, rows of O times I, for T <= 16; x is rounded to it. I is a multiple of 8.
+int dense_cuda(float* y_TO, const float* x_TI, const void* w_OI, const float* bias_O, int64_t T, int64_t O, int64_t I,
+               int64_t column, int64_t stride, int accumulate, Stream stream);
+
 int embed_cuda(float* x_TD, const void* packed, const int64_t* token_T, int32_t format, int64_t T, int64_t O, int64_t D,
                Stream stream);
 

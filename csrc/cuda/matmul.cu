@@ -15,6 +15,7 @@
 // operations for 10 KB read, 100 a byte. The two fmas that scale a sum of 32 products bound it beside the tensor cores.
 #include "blocks.cuh"
 #include "kernels.cuh"
+#include "output.cuh"
 
 namespace quire {
 namespace {
@@ -129,21 +130,6 @@ __device__ void add_group(float (&y)[4], const uint32_t (&a)[4], const uint32_t 
     }
 }
 
-// Where results go.
-struct Output {
-    float* y_TO;
-    const float* bias_O;
-    int64_t T, O, column, stride;
-    int accumulate;
-
-    __device__ void put(int64_t row, int64_t output, float y) const {
-        if (row >= T || output >= O) return;
-        float& to = y_TO[row * stride + column + output];
-        if (bias_O) y += bias_O[output];
-        to = accumulate ? to + y : y;
-    }
-};
-
 // Up to 16 rows -------------------------------------------------------------------------------------------------------
 
 // A block has one panel of outputs; its warps take the segments by turns.
@@ -195,12 +181,7 @@ __global__ void __launch_bounds__(THREADS) few_rows(Output out, const uint8_t* x
             for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane] = y[tile][i];
     }
     __syncthreads();
-
-    if (threadIdx.x >= TILES * 4 * WARP) return;
-    const int tile = threadIdx.x / (4 * WARP), i = threadIdx.x / WARP % 4;
-    float y = 0;
-    for (int64_t segment = 0; segment < num_segments; segment++) y += sums[segment * TILES * 4 * WARP + threadIdx.x];
-    out.put(tile * ROWS + lane % 4 * 2 + i % 2, blockIdx.x * PANEL + lane / 4 + i / 2 * 8, y);
+    put_segments(out, sums, num_segments, TILES, blockIdx.x);
 }
 
 // More rows -----------------------------------------------------------------------------------------------------------
