@@ -1,7 +1,8 @@
-"""The CUDA kernels, through the emulator, against their references in kernels.py; and the emulator against faults.
+"""The CUDA kernels against their references in kernels.py: through the emulator, and on a device where there is one
+(marker gpu). And the emulator against faults.
 
-Everything is computed with the lowest thread first and with the highest first: a kernel that lacks a barrier gives
-other numbers in one of them.
+The emulator computes with the lowest thread first and with the highest first: a kernel that lacks a barrier gives other
+numbers in one of them.
 """
 
 import math
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import emulator
+import gpu
 import kernels
 import quant
 from kernels import DrawRules
+from on_device import OnDevice
 from trees import ancestors, random_paths
 
 FORMATS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
@@ -28,8 +31,17 @@ def emulated():
     return emulator.load()
 
 
-@pytest.fixture(params=["lowest thread first", "highest thread first"])
-def ops(request, emulated):
+@pytest.fixture(scope="module")
+def on_device():
+    return OnDevice(gpu.load())
+
+
+@pytest.fixture(params=["lowest thread first", "highest thread first", pytest.param("device", marks=pytest.mark.gpu)])
+def ops(request):
+    if request.param == "device":
+        yield request.getfixturevalue("on_device")
+        return
+    emulated = request.getfixturevalue("emulated")
     emulated.set_order(request.param.startswith("highest"))
     yield emulated
     emulated.set_order(0)
@@ -63,13 +75,13 @@ def test_silu_mul(ops, T, F):
     assert_close(ops.silu_mul(x_T2F), kernels.silu_mul(x_T2F.double()), kernels.silu_mul(x_T2F))
 
 
-def test_tensors_with_gaps_or_of_another_type_are_refused(ops):
+def test_tensors_with_gaps_or_of_another_type_are_refused(emulated):
     x_TD = rand(4, 64)
     for bad in (x_TD[:, :32], x_TD.t(), x_TD.double(), x_TD[:, :32].expand(4, 32)):
         with pytest.raises(ValueError, match="contiguous"):
-            ops.rms_norm(bad, torch.ones(bad.shape[1]), 1e-5)
+            emulated.rms_norm(bad, torch.ones(bad.shape[1]), 1e-5)
     with pytest.raises(ValueError, match="shape|weights"):
-        ops.rms_norm(x_TD, torch.ones(32), 1e-5)
+        emulated.rms_norm(x_TD, torch.ones(32), 1e-5)
 
 
 @pytest.mark.parametrize("T, E", [(0, 3), (1, 1), (300, 7), (700, 3)])

@@ -4,10 +4,13 @@ recorded steps or not. Through the emulator everywhere; the same and test_emu's 
 import inspect
 import shutil
 import subprocess
+import sys
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from conftest import ROOT
 from tiny_heads import write_eagle, write_medusa
 
 import emulator
@@ -22,6 +25,10 @@ from replay import padded_sizes
 from run import main
 from sampling import SamplingParams
 from speculative import Manner, Ngram, Trial
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_check  # noqa: E402 (it needs the path above)
 
 CONFIG = tiny.tiny_config("llama", num_hidden_layers=3)
 PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 9, 40))]
@@ -193,6 +200,22 @@ def test_drafts_change_no_token(model, params, alone, drafts_never_rest, tmp_pat
     assert name == "ngram" or engine.sums["drafted_tokens"] > 9
 
 
+# tools/gpu_check.py --------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_the_check_times_everything(emulated, monkeypatch):
+    monkeypatch.setattr(gpu_check, "best_seconds", partial(gpu_check.best_seconds, repeats=1))
+    sizes = gpu_check.Sizes(copy_bytes=1 << 20, square=256, rows=4, width=256, context=40, contexts_at_once=(1,),
+                            vocab=320, page=16, models=((1, 64, 64, 2, 1),), head_width=32, batches=(1, 2), prompt=20,
+                            steps=3)
+    rows = list(gpu_check.all_rows(gpu_check.measured_limits(emulated, sizes)))
+    names = " ".join(row.name for row in rows)
+    for part in ("rms_norm", "linear q6_k, 16 rows", "linear bf16, 20 rows", "attention, decoding 1 x 40", "draw",
+                 "q4_0, decoding 2", "bf16, prompt of 20"):
+        assert part in names
+    assert all(row.seconds > 0 and row.rate > 0 and row.limit > 0 for row in rows)
+
+
 # Batches -------------------------------------------------------------------------------------------------------------
 
 def test_a_batch_sent_elsewhere_says_the_same(model):
@@ -203,7 +226,8 @@ def test_a_batch_sent_elsewhere_says_the_same(model):
     batch = engine._pack(sorted(engine.scheduler.plan(512), key=lambda chunk: -len(chunk.request.tokens)))
     num = len(batch.lease_S)
     sent = batch.to(torch.device("cpu"), most_pages=max(len(prompt) for prompt in PROMPTS) // 16 + 1)
-    assert num > 2 and batch.lease_S.tolist() != sent.lease_S.tolist() == list(range(num)) and len(sent.tables[0]) == num
+    assert num > 2 and batch.lease_S.tolist() != list(range(num))
+    assert sent.lease_S.tolist() == list(range(num)) and len(sent.tables[0]) == num
     here, there = (model.forward(one, engine.cache)[0].clone() for one in (batch, sent))
     assert torch.equal(here, there)
     padded = sent.padded(8, 300)

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
     "run flags chat batch dialects bench limits peer view engine lookahead heads speculative scheduler pace replay "
-    "model weights sampling kvcache parallel gpu native kernels vocab tokenizer chat_template checkpoint families quant "
-    "hub terminal"
+    "model weights sampling kvcache parallel gpu native kernels vocab tokenizer chat_template checkpoint families "
+    "quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
 NO_TORCH = ("view", "flags", "vocab", "tokenizer", "chat_template", "checkpoint", "families", "quant", "hub",

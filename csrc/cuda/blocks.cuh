@@ -1,4 +1,5 @@
-// How packed weights and quantized activations lie in device memory: what pack.cu and matmul.cu write and read. ../cpu/matmul.h says what a format's scales mean.
+// How packed weights and quantized activations lie in device memory: what pack.cu and matmul.cu write and read.
+// ../cpu/matmul.h says what a format's scales mean.
 //
 // Weights: outputs are cut into panels of 16, inputs into steps of 64 (two groups of 32); what lacks is zeros. A step's
 // quants lie as the lanes of a warp need them for mma.m16n8k32 (ptx.cuh): lane l's register r of group j holds the
