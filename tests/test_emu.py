@@ -291,11 +291,11 @@ def test_a_tree_has_the_bits_of_its_paths(ops, past, window):
 
 @pytest.mark.parametrize("new", [[3, 1], [40, 1]])
 def test_damage_stays_with_those_who_see_it(ops, new):
-    H, G, A, B, lengths = 4, 2, 64, 16, [60, 30]
+    H, G, A, B, lengths = 4, 2, 64, 16, [90, 30]
     kv, _, table = filled_cache(ops, lengths, G, A, B)
     q_THA, batch = rand(sum(new), H, A), batch_of(table, lengths, new)
     clean_THA = ops.attention(q_THA, kv, batch, 0.1)
-    page, place = int(table[0, 58 // B]), 58 % B
+    page, place = int(table[0, 88 // B]), 88 % B
     kv.v[page, 1, place, 5] = math.inf  # the last token but one, in the second group's heads
     q_THA[0, 0, 0] = math.nan
     out_THA = ops.attention(q_THA, kv, batch, 0.1)
@@ -360,7 +360,7 @@ def test_nothing_is_drawn_from_rows_that_are_not_finite_or_banned(ops):
     x_LV[0, 99], x_LV[1, 3] = math.nan, -math.inf
     all_ids = torch.arange(90)
     banned = DrawRules(90, 1.0, bias_ids=all_ids, biases=torch.full((90,), -math.inf).double())
-    infinite = DrawRules(90, 1.0, bias_ids=all_ids[:1], biases=torch.tensor([math.inf]).double())
+    infinite = DrawRules(90, 1.0, bias_ids=all_ids[70:71], biases=torch.tensor([math.inf]).double())
     rules = [DrawRules(90, 1.0), DrawRules(90), banned, infinite, DrawRules(90, 1.0)]
     drawn = ops.draw(x_LV, rules, list(range(5))).tolist()
     assert drawn[:4] == [-1] * 4 and drawn == kernels.draw(x_LV, rules, list(range(5))).tolist()
@@ -435,7 +435,7 @@ def test_copies_arrive_when_they_are_waited_for(tmp_path):
     right = said(tmp_path, COPY.format(wait="cp_async_wait<0>();")).stdout.splitlines()
     assert [numbers(line) for line in right] == [list(range(1, 65))] * 2
     wrong = said(tmp_path, COPY.format(wait="cp_async_wait<1>();")).stdout.splitlines()
-    assert len(wrong) == 2 and all(-1 in numbers(line) for line in wrong)
+    assert len(wrong) == 2 and -1 in numbers(wrong[0])  # in the other order they arrive at once
     never = said(tmp_path, COPY.format(wait="").replace(" cp_async_wait<0>();", ""))
     assert "ended before its cp.async arrived" in never.stdout
 

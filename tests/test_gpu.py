@@ -25,6 +25,7 @@ from replay import padded_sizes
 from run import main
 from sampling import SamplingParams
 from speculative import Manner, Ngram, Trial
+from vocab import load_tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -170,6 +171,18 @@ def test_logits_are_near_those_of_the_cpu(path, ops, native_ops):
             logits.append(make_engine(load_model(checkpoint, dtype, ops=some)).logits(PROMPTS[2]).cpu())
     error, cpu_error = ((some - logits[2]).std() for some in logits[:2])
     assert error < 1.5 * cpu_error and cpu_error < 0.05 * logits[2].std()
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_the_default_model_writes_what_it_writes_on_the_cpu(emulated, native_ops, smollm2):
+    answers = []
+    for some in (emulated, native_ops):
+        with open_checkpoint(smollm2) as checkpoint:
+            engine = Engine(load_model(checkpoint, None, context=64, ops=some), EngineConfig(num_pages=4, page_size=16),
+                            load_tokenizer(checkpoint))
+        answers.append(engine.generate(["The capital of France is"], SamplingParams(max_tokens=2))[0].token_ids)
+    assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ template <int A>
 struct alignas(128) FewNew {
     Tile<A, CHUNK> keys, values;
     __nv_bfloat16 p[M][CHUNK + 8];
-    float tops[CHUNK / KEYS][M];        // of each tile, then of all up to it
+    float tops[CHUNK / KEYS][M];        // of each tile
 };
 
 // The scores of a chunk, each warp those of a tile, turned into p in shared memory.
@@ -104,8 +104,6 @@ __device__ void weigh_chunk(FewNew<A>& shared, const uint32_t (&q)[A / 16][4], c
     __syncthreads();
     for (int t = 0; t < tile; t++)
         for (int r = 0; r < 2; r++) top[r] = fmaxf(top[r], shared.tops[t][row + 8 * r]);
-    __syncthreads();
-    if (lane_id() % 4 == 0) shared.tops[tile][row] = top[0], shared.tops[tile][row + 8] = top[1];
     for (int n = 0; n < KEYS / 8; n++)
         for (int r = 0; r < 2; r++) {
             const float* const two = score[n] + 2 * r;
@@ -130,7 +128,7 @@ __device__ void sum_chunk(float (&acc)[OWN_COLUMNS<A>][2][4], float (&sums)[4], 
     for (int tile = 0; tile < CHUNK / KEYS; tile++) {
         float factor[2];
         for (int r = 0; r < 2; r++) {
-            const float now = shared.tops[tile][lane_id() / 4 + 8 * r];
+            const float now = fmaxf(top[r], shared.tops[tile][lane_id() / 4 + 8 * r]);
             factor[r] = rescale(top[r], now);
             top[r] = now;
         }

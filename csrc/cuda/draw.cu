@@ -157,7 +157,6 @@ __device__ Last last_of_prefix(const Candidates& c, int64_t needed, Weight weigh
     uint64_t rank_so_far = 0;
     int64_t id_so_far = 0;
     for (int digit = 0; digit < NUM_DIGITS; digit++) {
-        __syncthreads();
         for (int i = threadIdx.x; i < DIGITS; i += THREADS) shared().weights[i] = 0;
         if (threadIdx.x == 0) shared().needed = needed;
         __syncthreads();
@@ -189,9 +188,8 @@ __device__ Last last_of_prefix(const Candidates& c, int64_t needed, Weight weigh
 // what it moves before anybody writes.)
 template <class Keeps>
 __device__ Candidates gather(int32_t* id_C, const Candidates& from, Keeps keeps) {
-    __syncthreads();
+    __syncthreads();        // nobody reads the last number any more
     if (threadIdx.x == 0) shared().num = 0;
-    __syncthreads();
     for (int64_t first = 0; first < from.num; first += THREADS) {
         const int64_t n = first + threadIdx.x;
         const int64_t id = n < from.num ? from.id(n) : -1;
@@ -269,9 +267,7 @@ __device__ int64_t draw_row(const float* logits_V, const DrawRules& rules, doubl
     top = block_best(top);
     if (!(top.x > -INFINITY)) return -1;
     if (rules.temperature == 0) return top.id;
-    __syncthreads();
     for (int64_t i = threadIdx.x; i < rules.vocab; i += THREADS) x_V[i] = (x_V[i] - top.x) / rules.temperature;
-    __syncthreads();
 
     const Candidates c = filter(id_C, {x_V, nullptr, rules.vocab}, rules);
     Best winner = {0, -1};

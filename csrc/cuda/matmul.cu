@@ -268,7 +268,6 @@ __global__ void __launch_bounds__(THREADS) many_rows(Output out, const uint8_t* 
         for (int n = 0; n < WARP_PANELS * WARP_X; n++)
             for (int i = 0; i < 4; i++) total[n][i] += y[n][i], y[n][i] = 0;
     }
-    cp_async_wait<0>();
 
     const int lane = lane_id();
 #pragma unroll

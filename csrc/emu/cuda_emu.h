@@ -1,10 +1,11 @@
 // CUDA on the CPU, for tests: a .cu file compiled by g++ against this header runs without a device.
 //
-// Each thread of a block is a fiber; blocks run one after another. A fiber runs until it waits at a barrier or ends,
-// and who goes first is a matter of `order`: a kernel that lacks a barrier gives other numbers in one of the two
-// orders. Where threads of a block wait in different places, or some wait and others have ended, `launch` says so with
-// file and line and returns DEVICE_ERROR; a device would hang. Shared memory begins as NaN, ends where the launch says
-// it ends (AddressSanitizer sees a step further), and what cp.async brings arrives only when it is waited for.
+// Each thread of a block is a fiber; blocks run one after another. A warp runs to a barrier of its block before the
+// next one begins; which begins is a matter of `order`: a kernel that lacks a barrier gives other numbers in one of the
+// two orders. Where threads of a block wait in different places, or some wait and others have ended, `launch` says so
+// with file and line and returns DEVICE_ERROR; a device would hang. Shared memory begins as NaN, ends where the launch
+// says it ends (AddressSanitizer sees a step further), and what cp.async brings arrives when it is waited for, or at
+// once.
 //
 // Not modelled: time, caches, the order of global memory, how a tensor core rounds inside a product (here: once).
 // Start at `launch`, at the end.
@@ -58,6 +59,11 @@ struct Copy {
     void* to;
     const void* from;
     int bytes;      // of 16; the rest is zeros
+
+    void arrive() const {
+        memset(to, 0, 16);
+        if (bytes) memcpy(to, from, bytes);
+    }
 };
 
 enum State { READY, AT_WARP, AT_BLOCK, DONE };
@@ -222,23 +228,24 @@ inline int diverged(size_t num_threads) {
     return DEVICE_ERROR;
 }
 
+// Each warp runs as far as it can, that is to a barrier of the block, before the next begins.
 inline int run_block(size_t num_threads) {
+    const size_t num_warps = (num_threads + WARP - 1) / WARP;
+    const auto nth = [](size_t n, size_t num) { return machine.order ? num - 1 - n : n; };
     for (;;) {
-        bool all_done = true;
-        for (size_t i = 0; i < num_threads; i++) {
-            Fiber& fiber = machine.fibers[machine.order ? num_threads - 1 - i : i];
-            if (fiber.state == READY) resume(fiber);
-            all_done &= fiber.state == DONE;
+        for (size_t w = 0; w < num_warps; w++) {
+            const size_t first = nth(w, num_warps) * WARP, end = first + WARP < num_threads ? first + WARP : num_threads;
+            do {
+                for (size_t n = 0; n < end - first; n++) {
+                    Fiber& fiber = machine.fibers[first + nth(n, end - first)];
+                    if (fiber.state == READY) resume(fiber);
+                }
+            } while (release(AT_WARP, first, end));
         }
-        if (all_done) return OK;
-        bool released = release(AT_BLOCK, 0, num_threads);
-        for (size_t first = 0; !released && first < num_threads; first += WARP)
-            if (machine.fibers[first].state == AT_WARP)
-                released |= release(AT_WARP, first, first + WARP < num_threads ? first + WARP : num_threads);
-        for (size_t first = 0; released && first < num_threads; first += WARP)      // the other warps, too
-            if (machine.fibers[first].state == AT_WARP)
-                release(AT_WARP, first, first + WARP < num_threads ? first + WARP : num_threads);
-        if (!released) return diverged(num_threads);
+        size_t num_done = 0;
+        for (size_t t = 0; t < num_threads; t++) num_done += machine.fibers[t].state == DONE;
+        if (num_done == num_threads) return OK;
+        if (!release(AT_BLOCK, 0, num_threads)) return diverged(num_threads);
     }
 }
 
@@ -389,8 +396,11 @@ inline float __half2float(__half x) {
 
 // ptx.cuh's instructions ----------------------------------------------------------------------------------------------
 
+// Copies arrive when they are waited for, or in the other order at once: who relies on neither is right.
 inline void cp_async_16(void* to, const void* from, int bytes = 16) {
-    emu::machine.now->groups.back().push_back({to, from, bytes});
+    const emu::Copy copy = {to, from, bytes};
+    if (emu::machine.order) copy.arrive();
+    emu::machine.now->groups.back().push_back(copy);
 }
 inline void cp_async_commit() { emu::machine.now->groups.push_back({}); }
 
@@ -398,10 +408,8 @@ template <int most_in_flight>
 void cp_async_wait() {
     auto& groups = emu::machine.now->groups;
     while (int(groups.size()) - 1 > most_in_flight) {
-        for (const emu::Copy& copy : groups.front()) {
-            memset(copy.to, 0, 16);
-            if (copy.bytes) memcpy(copy.to, copy.from, copy.bytes);
-        }
+        for (const emu::Copy& copy : groups.front())
+            if (!emu::machine.order) copy.arrive();
         groups.erase(groups.begin());
     }
 }
