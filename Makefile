@@ -58,7 +58,8 @@ sanitize: .venv/.ready-dev  ## run the kernels under the compiler's sanitizers: 
 	build/sanitize/address/driver
 	UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/undefined/driver
 	TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 build/sanitize/thread/driver
-	EMULATOR_SANITIZE=1 LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	EMULATOR_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	    .venv/bin/python -m pytest -q -m "not slow" tests/test_emu.py
 
 cuda-check:  ## compile the CUDA kernels for sm_80, sm_90 and sm_100, and tell what registers they take

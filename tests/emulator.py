@@ -11,8 +11,9 @@ import native
 
 FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-fPIC")
+WATCHED = ("-fsanitize=address,alignment", "-fno-sanitize-recover=all", "-g1")
 # `make sanitize` sets this, and preloads the sanitizer's library.
-SANITIZE = ("-fsanitize=address", "-g1") if os.environ.get("EMULATOR_SANITIZE") else ()
+SANITIZE = WATCHED if os.environ.get("EMULATOR_SANITIZE") else ()
 COMPILER = os.environ.get("CXX", "c++")
 
 

@@ -447,6 +447,11 @@ def test_a_write_beyond_shared_memory_is_seen_by_the_sanitizer(tmp_path):
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
 
 
+def test_an_address_that_a_device_refuses_stops_the_program(tmp_path):
+    done = said(tmp_path, "cp_async_16(shared.numbers + thread % 8, from); cp_async_wait<0>(); out[0] = 1;")
+    assert done.returncode != 0 and "no multiple of 16" in done.stderr
+
+
 def test_without_assembly_fibers_switch_through_ucontext(tmp_path):
     body = NEIGHBOUR.format(barrier="__syncthreads();")
     lines = said(tmp_path, body, "-DEMULATOR_UCONTEXT").stdout.splitlines()

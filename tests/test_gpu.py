@@ -90,7 +90,7 @@ def ops(request):
     return emulator.load() if request.param == "emulator" else gpu.load()
 
 
-@pytest.fixture(scope="module", params=["q4_0", "q8_0"])
+@pytest.fixture(scope="module", params=["q4_0", pytest.param("q8_0", marks=pytest.mark.slow)])
 def path(request, tmp_path_factory):
     return tiny.write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", quant=request.param, num_hidden_layers=3)
 
@@ -114,7 +114,8 @@ def tokens(engine, prompts=PROMPTS, params=GREEDY):
     return [completion.token_ids for completion in completions]
 
 
-@pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.fixture(scope="module", params=[pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"),
+                                        pytest.param(SAMPLED, id="sampled")])
 def params(request):
     return request.param
 

@@ -267,6 +267,14 @@ T read(const char* from) {
     return value;
 }
 
+// Where a device would stop.
+inline void expect_aligned(const void* p) {
+    if (uintptr_t(p) % 16 == 0) return;
+    fprintf(stderr, "thread %d of block %u: an address of cp.async or ldmatrix is no multiple of 16\n",
+            machine.now->number, machine.block.x);
+    abort();
+}
+
 template <class T>
 T shuffle(const T& mine, int from_lane, const char* file, int line) {
     return read<T>(exchange(mine, file, line)[from_lane & (WARP - 1)]);
@@ -398,6 +406,7 @@ inline float __half2float(__half x) {
 
 // Copies arrive when they are waited for, or in the other order at once: who relies on neither is right.
 inline void cp_async_16(void* to, const void* from, int bytes = 16) {
+    emu::expect_aligned(to), emu::expect_aligned(from);
     const emu::Copy copy = {to, from, bytes};
     if (emu::machine.order) copy.arrive();
     emu::machine.now->groups.back().push_back(copy);
@@ -416,6 +425,7 @@ void cp_async_wait() {
 
 template <bool transposed>
 void emu_ldmatrix(uint32_t (&to)[4], const void* row, const char* file, int line) {
+    emu::expect_aligned(row);
     const auto& rows = emu::exchange(row, file, line);
     const int lane = emu::lane();
     for (int i = 0; i < 4; i++) {
