@@ -186,6 +186,14 @@ def test_the_default_model_writes_what_it_writes_on_the_cpu(emulated, native_ops
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
+@on_device
+def test_float64_through_torch_gives_the_same_tokens_on_a_device(path, params):
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, torch.float64, "cuda")
+    alone = [tokens(make_engine(model, prefix_cache=False), [prompt], params)[0] for prompt in PROMPTS]
+    assert tokens(make_engine(model, max_step_tokens=7), PROMPTS, params) == alone
+
+
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -232,8 +240,10 @@ def test_the_check_times_everything(emulated, monkeypatch):
 
 # Batches -------------------------------------------------------------------------------------------------------------
 
-def test_a_batch_sent_elsewhere_says_the_same(model):
+def test_a_batch_sent_elsewhere_says_the_same(path, emulated):
     """As to a device: page tables of its requests alone, in the order of the batch."""
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, None, ops=emulated)
     engine = make_engine(model)
     for prompt in PROMPTS:
         engine.submit(prompt, GREEDY)

@@ -234,7 +234,8 @@ inline int run_block(size_t num_threads) {
     const auto nth = [](size_t n, size_t num) { return machine.order ? num - 1 - n : n; };
     for (;;) {
         for (size_t w = 0; w < num_warps; w++) {
-            const size_t first = nth(w, num_warps) * WARP, end = first + WARP < num_threads ? first + WARP : num_threads;
+            const size_t first = nth(w, num_warps) * WARP;
+            const size_t end = first + WARP < num_threads ? first + WARP : num_threads;
             do {
                 for (size_t n = 0; n < end - first; n++) {
                     Fiber& fiber = machine.fibers[first + nth(n, end - first)];
