@@ -26,7 +26,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Other engines that `run.py bench --peer NAME` measures in turn with this one, each in an environment of its own.
 PEERS := llama.cpp transformers openvino
 
-.PHONY: help run chat test quick soak sanitize bench bench-peers models heads screens clean
+.PHONY: help run chat test quick soak sanitize cuda-check cuda-one bench bench-peers models heads screens clean
 
 help:  ## list what make can do (this list)
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,7 @@ chat: .venv/.native  ## talk with the default model
 
 test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 	@$(RUN) models --fetch default
+	@$(MAKE) --no-print-directory cuda-one
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
@@ -53,11 +54,18 @@ soak: .venv/.ready-dev .venv/.native  ## run tests of generated inputs for long,
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
 	NUM_KILLS=50 .venv/bin/python -m pytest tests/test_batch.py -k killed $(ARGS)
 
-sanitize:  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
+sanitize: .venv/.ready-dev  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
 	@$(MAKE) --no-print-directory -j2 $(DRIVERS)
 	build/sanitize/address/driver
 	UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/undefined/driver
 	TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 build/sanitize/thread/driver
+	EMULATOR_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	    .venv/bin/python -m pytest -q -m "not slow" tests/test_emu.py
+
+cuda-check:  ## compile the CUDA kernels for sm_80, sm_90 and sm_100, and tell what registers they take
+	@$(call with_nvcc,$(MAKE) --no-print-directory -j2 $(ARCHITECTURES:%=build/cuda/%/.checked) && \
+	    $(PYTHON) tools/registers.py $(CUDA_LOGS))
 
 bench: .venv/.native  ## measure speed on this machine
 	@$(RUN) bench $(ARGS)
@@ -149,3 +157,28 @@ build/sanitize/$(1)/driver: $(patsubst csrc/%.cpp,build/sanitize/$(1)/%.o,$(wild
 	$$(CXX) $$(WATCHED) -fsanitize=$(1) $$^ -o $$@
 endef
 $(foreach name,$(SANITIZERS),$(eval $(call SANITIZED,$(name))))
+
+# The CUDA kernels (gpu.py has the same flags), to see whether they compile; a run compiles its own. Where there is no
+# nvcc a line says so.
+
+ARCHITECTURES := sm_80 sm_90 sm_100
+NVCC_FLAGS := -O3 -std=c++17 -fmad=false --expt-relaxed-constexpr
+CUDA_SOURCES := $(wildcard csrc/cuda/*.cu)
+CUDA_LOGS = $(foreach name,$(ARCHITECTURES),$(CUDA_SOURCES:csrc/cuda/%.cu=build/cuda/$(name)/%.log))
+
+with_nvcc = if command -v nvcc >/dev/null; then $(1); \
+    else echo 'no nvcc here: the CUDA kernels were not compiled' >&2; fi
+
+cuda-one:
+	@$(call with_nvcc,$(MAKE) --no-print-directory -j2 build/cuda/sm_90/.checked)
+
+define CUDA_OBJECTS
+build/cuda/$(1)/.checked: $(CUDA_SOURCES:csrc/cuda/%.cu=build/cuda/$(1)/%.log)
+	@touch $$@
+
+build/cuda/$(1)/%.log: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cpu/*.h csrc/cuda/*.cuh)
+	@mkdir -p $$(@D)
+	nvcc $$(NVCC_FLAGS) -arch=$(1) -Xptxas -v -c $$< -o $$(@:.log=.o) 2>$$@.part || (cat $$@.part >&2; false)
+	@mv $$@.part $$@
+endef
+$(foreach name,$(ARCHITECTURES),$(eval $(call CUDA_OBJECTS,$(name))))

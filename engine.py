@@ -140,7 +140,7 @@ class Engine:
 
     def _make_cache(self) -> Cache:
         config, specs = self.config, self.model.kv_specs()
-        num_pages = count_pages(config, specs, self.cache_dtype, self.model.context)
+        num_pages = count_pages(config, specs, self.cache_dtype, self.model.context, self.model.device)
         return Cache(specs, num_pages, config.page_size, self.cache_dtype, self.model.device,
                      max_leases=config.max_requests, max_tokens=self.model.context,
                      max_step_tokens=config.max_step_tokens, prefix=config.prefix_cache,
@@ -422,10 +422,11 @@ class Engine:
 
 
 def count_pages(config: EngineConfig, specs: Sequence[KVSpec], dtype: torch.dtype, context: int,
-                taken_bytes: int = 0) -> int:
-    """Pages of the cache. ValueError if memory has no room for them, `taken_bytes` of what is free being spoken for."""
+                device: str | torch.device, taken_bytes: int = 0) -> int:
+    """Pages of the cache. ValueError if the device's memory has no room for them, `taken_bytes` of what is free being
+    spoken for."""
     token_bytes = sum(spec.bytes_per_token(dtype) for spec in specs) + config.drafter_token_bytes
-    page_bytes, free_bytes = config.page_size * token_bytes, max(0, free_memory_bytes() - taken_bytes)
+    page_bytes, free_bytes = config.page_size * token_bytes, max(0, free_memory_bytes(device) - taken_bytes)
     num_pages = config.num_pages
     if num_pages is None:
         num_bytes = min(DEFAULT_CACHE_BYTES, FREE_MEMORY_SHARE * free_bytes)

@@ -259,12 +259,14 @@ class DrawRules:
 def draw(x_LV: Tensor, rules: Sequence[DrawRules], keys: Sequence[int]) -> Tensor:
     """A token for each row of logits, by its rules and the noise of its key (64 bits): id_L int64; -1 for a row with a
     number that is not finite, or of which nothing finite is left to draw from."""
+    x_LV = x_LV.cpu()
     drawn = [_draw_row(*row) for row in zip(x_LV, argmax(x_LV).tolist(), rules, keys, strict=True)]
     return torch.tensor(drawn, dtype=torch.int64)
 
 
 def distribution(x_LV: Tensor, rules: Sequence[DrawRules]) -> Tensor:
     """What `draw` draws from, row by row: p_LV float64; a row of zeros where `draw` has nothing to draw from."""
+    x_LV = x_LV.cpu()
     p_LV = torch.zeros(x_LV.shape, dtype=torch.float64)
     for p_V, x_V, best, row_rules in zip(p_LV, x_LV, argmax(x_LV).tolist(), rules, strict=True):
         if best >= 0:

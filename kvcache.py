@@ -171,6 +171,7 @@ class Cache:
                  max_step_tokens: int = 512, prefix: bool = True, domain: str = "",
                  new_kv: Callable = kernels.new_kv):
         self.page_size, self.num_pages, self.prefix = page_size, num_pages, prefix
+        self.device = torch.device(device)  # where the tables' readers compute, too
         self.root = blake2b(domain.encode(), digest_size=16).digest()  # key of the empty prefix
         kinds = list(dict.fromkeys(specs))
         max_tokens = num_pages * page_size if max_tokens is None else max_tokens
@@ -341,8 +342,11 @@ class Cache:
             lease.keys.append(key)
 
 
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping, of the machine's and of what a container may use."""
+def free_memory_bytes(device: str | torch.device = "cpu") -> int:
+    """Memory that can be had: of a GPU its own, else without swapping, of the machine's and of what a container may
+    use."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)

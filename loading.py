@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from checkpoint import Checkpoint
     from engine import Engine, EngineConfig
     from families import ModelConfig
+    from gpu import Cuda
     from model import Model
     from native import Native
     from sampling import SamplingParams
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS_FOLDER = "~/.cache/quire"
 NATIVE_DTYPES = ("quantized", "bfloat16", "float32")  # of weights; activations are float32
+CUDA_DTYPES = ("quantized", "bfloat16")
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
 
 
 def load_engine(args: argparse.Namespace) -> Engine:
@@ -47,6 +48,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     from model import load_model
 
     check_trace(args)
+    settle_device(args)
     on_step = None if args.trace is None else trace_writer(args.trace)
     engine_config = make_engine_config(args)
     checkpoint = open_checkpoint(args)
@@ -63,11 +65,9 @@ def load_engine(args: argparse.Namespace) -> Engine:
     ops = load_native(args) if is_native else None
     if ops is None:
         ops, dtype = kernels, "bfloat16" if dtype == "quantized" else dtype
-    else:
-        ops.set_threads(torch.get_num_threads())
     weights_dtype = None if dtype == "quantized" else getattr(torch, dtype)
     check_memory(checkpoint, weights_dtype, engine_config, args)
-    model = load_model(checkpoint, weights_dtype, context=args.context, ops=ops)
+    model = load_model(checkpoint, weights_dtype, args.device, args.context, ops)
     warn(model.notes)
     if draft is not None:
         c, nbytes = draft.config, 2 if stays_quantized(draft, model, args) else model.dtype.itemsize
@@ -90,7 +90,7 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype | None, engine_confi
     from kvcache import free_memory_bytes
     from model import kv_specs
 
-    config, free_bytes = checkpoint.config, free_memory_bytes()
+    config, free_bytes = checkpoint.config, free_memory_bytes(args.device)
     num_weights = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     stored_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     num_bytes = stored_bytes if dtype is None else num_weights * dtype.itemsize
@@ -103,7 +103,8 @@ def check_memory(checkpoint: Checkpoint, dtype: torch.dtype | None, engine_confi
         raise ValueError(f"the weights {name} take {num_bytes / 1e9:.1f} GB but {free_bytes / 1e9:.1f} are free: "
                          f"{fitting[-1] if fitting else 'free some, or take a smaller model'}")
     cache_dtype = engine_config.cache_dtype or dtype or torch.bfloat16
-    count_pages(engine_config, kv_specs(config), cache_dtype, args.context or config.context, num_bytes)
+    context = args.context or config.context
+    count_pages(engine_config, kv_specs(config), cache_dtype, context, args.device, num_bytes)
 
 
 def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | None:
@@ -154,7 +155,7 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
         context = min(model.context, draft.config.max_context)
 
         def load() -> Model:
-            return load_model(draft, dtype, context=context, ops=model.ops)
+            return load_model(draft, dtype, model.device, context, model.ops)
 
         return DraftModel(draft.path.name, load, model.config.vocab, engine.cache.num_pages, engine.config.page_size,
                           engine.config.max_requests, manner)
@@ -195,16 +196,28 @@ def keep_large_blocks_apart() -> None:
         mallopt(M_MMAP_THRESHOLD, 4 << 20)
 
 
+def settle_device(args: argparse.Namespace) -> None:
+    """Makes of "auto" what there is. ValueError if what was named is not there."""
+    import torch
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda":
+        import gpu
+        gpu.check_device()
+
+
 def make_engine_config(args: argparse.Namespace) -> EngineConfig:
     import torch
 
     from engine import EngineConfig
 
+    max_step_tokens, max_requests = (2048, 256) if args.device == "cuda" else (512, 64)
     try:
         return EngineConfig(
             page_size=args.page_size, num_pages=args.num_pages, cache_memory_gb=args.cache_memory,
             cache_dtype=None if args.cache_dtype == "auto" else getattr(torch, args.cache_dtype),
-            max_step_tokens=args.max_step_tokens, max_requests=args.max_requests or EngineConfig.max_requests,
+            max_step_tokens=args.max_step_tokens or max_step_tokens, max_requests=args.max_requests or max_requests,
             prefix_cache=not args.no_prefix_cache, prefill=args.prefill,
             draft_tokens=args.draft_tokens, verify=args.verify, draft_chances=args.draft_chances,
             classes=admission_classes(args.classes),
@@ -271,22 +284,34 @@ def arithmetic(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str,
     """What it computes with: the type of the weights ("quantized": blocks as they are stored) and of the cache, and
     whether native kernels do it. Through torch a quantized file is computed in bfloat16."""
     dtype = config.dtype if args.dtype == "auto" else args.dtype
-    native = args.kernels != "torch" and dtype in NATIVE_DTYPES and config.head_dim <= 512 and config.head_dim % 2 == 0
+    on_cuda = getattr(args, "device", "cpu") == "cuda"
+    dtypes, widest = (CUDA_DTYPES, 256) if on_cuda else (NATIVE_DTYPES, 512)
+    native = args.kernels != "torch" and dtype in dtypes and config.head_dim <= widest and config.head_dim % 2 == 0
     if args.kernels == "native" and not native:
         raise UsageError(f"--kernels native does not serve weights in {dtype} and heads {config.head_dim} wide: it "
-                         f"needs {', '.join(NATIVE_DTYPES)}, and even heads of at most 512; leave it out")
+                         f"needs {', '.join(dtypes)}, and even heads of at most {widest}; leave it out")
     if dtype == "quantized" and not native:
         dtype = "bfloat16"
     cache_dtype = {"quantized": "bfloat16"}.get(dtype, dtype) if args.cache_dtype == "auto" else args.cache_dtype
     return dtype, cache_dtype, native
 
 
-def load_native(args: argparse.Namespace) -> Native | None:
+def load_native(args: argparse.Namespace) -> Native | Cuda | None:
     """The native kernels, compiled if need be; None, and a line that says so, if they cannot be."""
+    import torch
+
     import native
 
+    def tell() -> None:
+        warn(["compiling the kernels, once (a minute)"])
+
+    if args.device == "cuda":
+        import gpu
+        return gpu.load(tell)
     try:
-        return native.load(lambda: warn(["compiling the kernels, once (a minute)"]))
+        ops = native.load(tell)
+        ops.set_threads(torch.get_num_threads())
+        return ops
     except (OSError, RuntimeError, ImportError) as error:
         reason = str(error) or type(error).__name__
         if args.kernels == "native":

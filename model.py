@@ -15,10 +15,11 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -74,20 +75,61 @@ class Batch:
                     positions[start : start + len(depths)] = [past + depth for depth in depths]
                     ancestors[start : start + len(masks)] = masks
         tables = tuple(group.table for group in cache.groups)
-        return Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)), tables,
-                     *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
-                     None if ancestors is None else id_tensor(ancestors), taps)
+        batch = Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)),
+                      tables, *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
+                      None if ancestors is None else id_tensor(ancestors), taps)
+        return batch if cache.device.type == "cpu" else batch.to(cache.device, max(map(cache.pages_for, ends)))
+
+    def to(self, device: torch.device, most_pages: int) -> "Batch":
+        """The same on a device, in one copy and one for each group's tables: of these only the rows of its requests,
+        as far as somebody has pages."""
+        def sent(tensor: Tensor) -> Tensor:
+            return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+        numbers = self._numbers()
+        token_T, position_T, lease_S, starts_S1, lengths_S, *rest = sent(torch.cat((*numbers, self.row_L))).split(
+            [*map(len, numbers), len(self.row_L)])
+        tables = []
+        for table in self.tables:
+            tables.append(torch.zeros(len(lease_S), table.shape[1], dtype=table.dtype, device=device))
+            tables[-1][:, :most_pages] = sent(table[self.lease_S, :most_pages])
+        num_groups = len(self.slots_T)
+        return replace(self, token_T=token_T, position_T=position_T, slots_T=tuple(rest[:num_groups]),
+                       tables=tuple(tables), lease_S=torch.arange(len(lease_S), device=device), starts_S1=starts_S1,
+                       lengths_S=lengths_S, row_L=rest[-1],
+                       ancestors_T=None if self.ancestors_T is None else rest[num_groups])
+
+    def padded(self, num_requests: int, num_tokens: int) -> "Batch":
+        """The same and requests that count for nothing: of length 0, with a token each, and what is left of
+        `num_tokens` the last. Those tokens have slot -1, "none"."""
+        S, T = len(self.lease_S), len(self.token_T)
+        if (S, T) == (num_requests, num_tokens):
+            return self
+        assert 0 < num_requests - S <= num_tokens - T
+        starts = torch.arange(T + 1, T + num_requests - S + 1).to(self.starts_S1)
+        starts[-1] = num_tokens
+
+        def longer(x_T: Tensor, number: int) -> Tensor:
+            return F.pad(x_T, (0, num_tokens - T), value=number)
+
+        return replace(
+            self, token_T=longer(self.token_T, 0), position_T=longer(self.position_T, 0),
+            slots_T=tuple(longer(slot_T, -1) for slot_T in self.slots_T),
+            tables=tuple(F.pad(table, (0, 0, 0, max(0, num_requests - len(table)))) for table in self.tables),
+            lease_S=F.pad(self.lease_S, (0, num_requests - S)), starts_S1=torch.cat((self.starts_S1, starts)),
+            lengths_S=F.pad(self.lengths_S, (0, num_requests - S)),
+            ancestors_T=None if self.ancestors_T is None else longer(self.ancestors_T, -1))
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
         reads."""
-        def parts(batch: Batch) -> tuple[Tensor, ...]:
-            tree = () if batch.ancestors_T is None else (batch.ancestors_T,)
-            return (batch.token_T, batch.position_T, batch.lease_S, batch.starts_S1, batch.lengths_S, *batch.slots_T,
-                    *tree)
+        for ours, theirs in zip(self._numbers() + self.tables, other._numbers() + other.tables, strict=True):
+            if ours is not theirs:  # on a CPU all batches share the cache's own tables
+                ours.copy_(theirs)
 
-        for ours, theirs in zip(parts(self), parts(other), strict=True):
-            ours.copy_(theirs)
+    def _numbers(self) -> tuple[Tensor, ...]:
+        tree = () if self.ancestors_T is None else (self.ancestors_T,)
+        return (self.token_T, self.position_T, self.lease_S, self.starts_S1, self.lengths_S, *self.slots_T, *tree)
 
 
 MOST_ROWS = 64  # of a tree: as many as a mask has bits
@@ -199,7 +241,8 @@ class Model:
         self.layers = [Layer(ops, weights, config, layer.window, f"blk.{i}") for i, layer in enumerate(config.layers)]
         self.output_norm_D = weights.take("output_norm.weight")
         self.output = self.token_embd if config.tied else Linear(ops, weights, "output")
-        self.inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
+        inv_freq, self.rope_scale = rope_tables(config.rope, config.context, context)
+        self.inv_freq = inv_freq.to(self.device)
         if has_divisors:
             self.inv_freq = self.inv_freq / weights.take("rope_freqs.weight").double()
         self.notes = weights.notes  # what the user should know of the file's tensors
@@ -250,16 +293,17 @@ def wide(x_LV: Tensor) -> Tensor:
     return x_LV if x_LV.dtype == torch.float64 else x_LV.float()
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str = "cpu", context: int | None = None,
-               ops=kernels) -> Model:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str | torch.device | None = None,
+               context: int | None = None, ops=kernels) -> Model:
     """The checkpoint's model, its weights dequantized to `dtype`; for native operations None means as they are stored.
-    `context` (None: the trained one) is the longest sequence it will see; ValueError if no rope scaling of the model
-    covers it."""
+    `device` by default is the operations' own, or the CPU. `context` (None: the trained one) is the longest sequence
+    it will see; ValueError if no rope scaling of the model covers it."""
     config = checkpoint.config
     context = config.context if context is None else context
     if not 1 <= context <= config.max_context:
         raise ValueError(
             f"context is {context} but the model covers 1 to {config.max_context} tokens: change --context")
+    device = getattr(ops, "device", "cpu") if device is None else device
     return Model(config, Weights(checkpoint, dtype, device, getattr(ops, "pack", None)), context, ops)
 
 

@@ -43,34 +43,43 @@ def load(on_build: Callable[[], None] = lambda: None) -> "Native":
 def library(on_build: Callable[[], None] = lambda: None) -> Path:
     """The shared library of the kernels; compiled first if these sources never were, which `on_build` is told. OSError
     or RuntimeError if they cannot be."""
-    folder = build_folder()
-    path = folder / f"{NAME}.so"
+    return built(build_folder(), NAME, compile_into, on_build)
+
+
+def built(folder: Path, name: str, compile_into: Callable[[Path], None], on_build: Callable[[], None]) -> Path:
+    """The library `name` in `folder`, which `compile_into` compiles if it is not there yet."""
+    path = folder / f"{name}.so"
     if not path.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its holder, however that ends
             if not path.exists():
                 on_build()
-                build(folder)
+                build(folder, compile_into)
     return path
 
 
 def build_folder() -> Path:
-    """Where these sources' compiled form lies: beside them, or where that cannot be written in the user's cache."""
+    """Where these sources' compiled form lies."""
     key = blake2b(f"{torch.__version__} {sys.version} {FLAGS}".encode(), digest_size=8)
     for path in source_files():
         key.update(path.name.encode() + path.read_bytes())
+    return build_root() / f"native-{key.hexdigest()}"
+
+
+def build_root() -> Path:
+    """Where compiled code lies: beside the sources, or where that cannot be written in the user's cache."""
     root = SOURCES.parent
     if not os.access(root, os.W_OK):
         root = Path("~/.cache/quire").expanduser()
-    return root / "build" / f"native-{key.hexdigest()}"
+    return root / "build"
 
 
 def source_files() -> list[Path]:
     return sorted(path for pattern in ("*.h", "binding.cpp", "cpu/*") for path in SOURCES.glob(pattern))
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, compile_into: Callable[[Path], None]) -> None:
     """Compiles into `folder`, which appears whole or not at all."""
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -84,10 +93,13 @@ def build(folder: Path) -> None:
 
 
 def compile_into(folder: Path) -> None:
+    compile_extension(name=NAME, sources=[str(path) for path in source_files() if path.suffix == ".cpp"],
+                      extra_cflags=list(FLAGS), build_directory=str(folder))
+
+
+def compile_extension(**arguments) -> None:
     """In a process of its own: cpp_extension brings setuptools, which does not suit every program it would be loaded
     into. RuntimeError with what the compiler said."""
-    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
-    arguments = {"name": NAME, "sources": sources, "extra_cflags": list(FLAGS), "build_directory": str(folder)}
     code = f"from torch.utils.cpp_extension import load; load(**{arguments}, is_python_module=False)"
     # pip puts ninja beside the interpreter; it is looked for on PATH alone.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -23,15 +23,23 @@ class Replay:
     def __init__(self, model: Model, cache: Cache):
         self.model, self.cache = model, cache
         self.new_recording = model.ops.new_recorder() if hasattr(model.ops, "new_recorder") else None
+        self.pads = getattr(model.ops, "pads", False)
         self.recorded: dict[tuple, tuple] = {}  # (requests, tokens, ...) -> recording, its batch, its result
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """What Model.forward gives; it holds until the next step."""
-        size = len(batch.lease_S), len(batch.token_T), batch.ancestors_T is not None, batch.taps
-        is_small = size[1] <= size[0] + self.MOST_MORE and batch.num_exact is None
+        num_requests, num_tokens = len(batch.lease_S), len(batch.token_T)
+        is_small = num_tokens <= num_requests + self.MOST_MORE and batch.num_exact is None
         if self.new_recording is None or not is_small:
             return self.model.forward(batch, self.cache)
+        if self.pads:
+            h_TD, taps = self._replayed(batch.padded(*padded_sizes(num_requests, num_tokens)))
+            return h_TD[:num_tokens], [tap_TD[:num_tokens] for tap_TD in taps]
+        return self._replayed(batch)
+
+    def _replayed(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        size = len(batch.lease_S), len(batch.token_T), batch.ancestors_T is not None, batch.taps
         if size not in self.recorded:
             recording = self.new_recording()
             with recording:
@@ -44,3 +52,15 @@ class Replay:
         its_batch.copy_(batch)
         recording.replay()
         return result
+
+
+def padded_sizes(num_requests: int, num_tokens: int) -> tuple[int, int]:
+    """The few sizes that steps are filled up to where recording costs much: up to 8 requests powers of two, then
+    multiples of 8; and beyond a token each, drafts in fours. What is filled up has a request of its own."""
+    num_more = -(-(num_tokens - num_requests) // 4) * 4
+    num_requests += num_requests + num_more > num_tokens
+    if num_requests > 8:
+        num_requests = -(-num_requests // 8) * 8
+    else:
+        num_requests = 1 << (num_requests - 1).bit_length()
+    return num_requests, num_requests + num_more

@@ -15,7 +15,7 @@
 
 extern "C" {
 
-enum Status : int { OK = 0, BAD_FORMAT = 1, BAD_SIZE = 2, BAD_INDEX = 3, NO_MEMORY = 4, NO_ISA = 5 };
+enum Status : int { OK = 0, BAD_FORMAT = 1, BAD_SIZE = 2, BAD_INDEX = 3, NO_MEMORY = 4, NO_ISA = 5, DEVICE_ERROR = 6 };
 
 // How numbers are stored: the ids of GGUF files (quant.py: Format.ggml_id).
 enum Format : int32_t {

@@ -33,6 +33,18 @@ def untimed(request, monkeypatch):
         monkeypatch.setattr("scheduler.Scheduler.observe", lambda self, chunks, ms: None)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests for a device are skipped where torch finds none."""
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            skip = pytest.mark.skip(reason="no NVIDIA GPU here")
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(skip)
+
+
 @pytest.fixture(scope="session")
 def models_dir() -> Path:
     """The folder of downloaded models. It need not exist."""

@@ -51,8 +51,8 @@ def checkpoint(tmp_path):
 
 def check(checkpoint, free_bytes, monkeypatch, dtype=torch.float32, context=None, **config) -> None:
     for module in ("kvcache", "engine"):
-        monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: free_bytes)
-    loading.check_memory(checkpoint, dtype, EngineConfig(**config), SimpleNamespace(context=context))
+        monkeypatch.setattr(f"{module}.free_memory_bytes", lambda device="cpu": free_bytes)
+    loading.check_memory(checkpoint, dtype, EngineConfig(**config), SimpleNamespace(device="cpu", context=context))
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would(checkpoint, monkeypatch):
@@ -80,7 +80,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_what_would(checkpoint, monkey
 
 def test_a_command_says_so_before_it_loads(tmp_path, monkeypatch, capsys):
     path = tiny.tiny_llama(tmp_path / "model")
-    monkeypatch.setattr("kvcache.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("kvcache.free_memory_bytes", lambda device="cpu": 1000)
     monkeypatch.setattr("model.load_model", lambda *args, **options: pytest.fail("it was loaded"))
     assert run.main(["generate", "-m", str(path), "-p", "x"]) == 1
     error = capsys.readouterr().err

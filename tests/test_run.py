@@ -141,7 +141,7 @@ def test_values_out_of_range_are_bad_usage(call, words):
 
 
 @pytest.mark.parametrize("words", [
-    "--tp 2", "--pp 2", "--dp 2", "--device cuda",
+    "--tp 2", "--pp 2", "--dp 2",
 ])
 def test_what_is_not_built_says_so(call, words):
     refused(call("generate", "-m", "no-such-model", "-p", "hi", *words.split()), "not built yet")

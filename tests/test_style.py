@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
     "run loading flags completions chat screen batch dialects bench limits peer live view engine lookahead heads "
-    "speculative scheduler pace replay model weights sampling kvcache parallel native kernels vocab tokenizer "
+    "speculative scheduler pace replay model weights sampling kvcache parallel gpu native kernels vocab tokenizer "
     "chat_template checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
@@ -125,7 +125,7 @@ def test_functions_and_modules_are_short(module):
         assert length <= MAX_FUNCTION, f"{module}.py:{function.lineno} {function.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", sorted(path for pattern in ("*.py", "t*/*.py", "peers/*.py", "csrc/*", "csrc/cpu/*")
+@pytest.mark.parametrize("path", sorted(path for pattern in ("*.py", "t*/*.py", "peers/*.py", "csrc/*", "csrc/*/*")
                                         for path in ROOT.glob(pattern) if path.is_file()), ids=lambda path: path.name)
 def test_lines_are_short_and_clean(path):
     for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):

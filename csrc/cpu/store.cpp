@@ -82,8 +82,8 @@ int64_t value_cell(int64_t B, int64_t place, int64_t a) {
     return a / TILE * TILE * B + place / N * N * TILE + a % TILE * N + place % N;
 }
 
-// One head's key and value at `place` of a page, where key_cell and value_cell say. NaN is the value where the key is not
-// finite.
+// One head's key and value at `place` of a page, where key_cell and value_cell say. NaN is the value where the key is
+// not finite.
 template <class Cell>
 void store_head(Cell* keys, Cell* values, const float* k, const float* v, int64_t A, int64_t B, int64_t place) {
     constexpr int64_t N = PACK<Cell>;

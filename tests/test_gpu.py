@@ -1,0 +1,271 @@
+"""gpu.py: models on the CUDA kernels: near the CPU's, and the same bits whatever runs beside, with drafts and trees,
+recorded steps or not. Through the emulator everywhere; the same and test_emu's kernels on a device (marker gpu)."""
+
+import inspect
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from conftest import ROOT
+from tiny_heads import write_eagle, write_medusa
+
+import emulator
+import gpu
+import kernels
+from checkpoint import open_checkpoint
+from engine import Engine, EngineConfig
+from heads import open_eagle, open_medusa
+from lookahead import Follower, Medusa, TreeShape
+from model import Batch, load_model
+from replay import padded_sizes
+from run import main
+from sampling import SamplingParams
+from speculative import Manner, Ngram, Trial
+from vocab import load_tokenizer
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_check  # noqa: E402 (it needs the path above)
+
+CONFIG = tiny.tiny_config("llama", num_hidden_layers=3)
+PROMPTS = [[(7 * i + 3 * j * j) % 256 for j in range(n)] for i, n in enumerate((1, 9, 40))]
+PROMPTS.append(PROMPTS[2][:34] + [9] * 5)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, top_p=0.9, seed=11, repetition_penalty=1.2,
+                         frequency_penalty=0.3)
+on_device = pytest.mark.gpu
+
+
+# The build -----------------------------------------------------------------------------------------------------------
+
+def test_without_a_device_one_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", quant="q8_0")
+    assert main(["generate", "-m", str(path), "-p", "hi", "--device", "cuda"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "--device cpu" in said.err
+
+
+@pytest.mark.parametrize("release, message", [("11.8", "nvcc is of CUDA 11.8 but torch is built for 13.0"),
+                                              (None, "PATH")])
+def test_a_compiler_that_does_not_fit_is_told_in_one_line(monkeypatch, release, message):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(shutil, "which", lambda name: release and "/bin/nvcc")
+    output = subprocess.CompletedProcess([], 0, f"Cuda compilation tools, release {release}, V{release}")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: output)
+    with pytest.raises(ValueError, match=message):
+        gpu.check_compiler()
+
+
+def test_every_kernel_of_the_header_is_in_the_library(emulated):
+    assert {"attention", "matmul", "draw", "rope_store", "group_by_expert"} <= emulated.kernels.keys()
+    names = [name for name, _, _ in emulated.kernels["rms_norm"].parameters]
+    assert names == ["out_TD", "x_TD", "weight_D", "T", "D", "eps", "stream"]
+
+
+def test_operations_have_the_signatures_of_the_reference():
+    public = [name for name, value in vars(kernels).items() if inspect.isfunction(value) and not name.startswith("_")]
+    served = [name for name in public if hasattr(gpu.Cuda, name)]
+    assert {"embed", "linear", "linear_add_", "rms_norm", "silu_mul", "copy", "first_outputs", "draw", "distribution",
+            "rope_angles", "rope_store_", "move_kv_", "attention", "new_kv", "argmax"} <= set(served)
+    for name in served:
+        ours, theirs = (list(inspect.signature(function).parameters) for function in
+                        (getattr(gpu.Cuda, name), getattr(kernels, name)))
+        assert len(ours) - 1 == len(theirs), name
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def emulated():
+    return emulator.load()
+
+
+@pytest.fixture(scope="module", params=["emulator", pytest.param("device", marks=on_device)])
+def ops(request):
+    return emulator.load() if request.param == "emulator" else gpu.load()
+
+
+@pytest.fixture(scope="module", params=["q4_0", pytest.param("q8_0", marks=pytest.mark.slow)])
+def path(request, tmp_path_factory):
+    return tiny.write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", quant=request.param, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def model(path, ops):
+    with open_checkpoint(path) as checkpoint:
+        return load_model(checkpoint, None, ops=ops)
+
+
+def make_engine(model, replayed: bool = True, **config):
+    engine = Engine(model, EngineConfig(**({"num_pages": 64, "page_size": 16} | config)))
+    if not replayed:
+        engine.replay.new_recording = None
+    return engine
+
+
+def tokens(engine, prompts=PROMPTS, params=GREEDY):
+    completions = engine.generate(prompts, params)
+    assert engine.cache.num_available == engine.cache.num_pages
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"),
+                                        pytest.param(SAMPLED, id="sampled")])
+def params(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(model, params):
+    """Every prompt in an engine of its own, in one chunk, nothing recorded."""
+    return [tokens(make_engine(model, replayed=False, prefix_cache=False), [prompt], params)[0] for prompt in PROMPTS]
+
+
+def test_a_batch_equals_requests_alone(model, params, alone):
+    engine = make_engine(model)
+    assert tokens(engine, PROMPTS, params) == alone
+    assert engine.replay.recorded and all(size[:2] == padded_sizes(*size[:2]) for size in engine.replay.recorded)
+
+
+@pytest.mark.parametrize("config", [{"max_step_tokens": 7, "num_pages": 6}, {"page_size": 8, "max_requests": 3},
+                                    {"page_size": 64, "replayed": False}], ids=str)
+def test_chunks_preemptions_and_pages_change_no_token(model, params, alone, config):
+    assert tokens(make_engine(model, **config), PROMPTS, params) == alone
+
+
+def test_a_cached_prefix_changes_no_token(model, params, alone):
+    engine = make_engine(model)
+    for _ in range(2):
+        assert tokens(engine, PROMPTS, params) == alone
+    assert engine.stats.cached_tokens > 64
+
+
+def test_recorded_steps_have_the_bits_of_steps_through_python(model):
+    """All logits, while requests end one by one, so that sizes are filled up in different ways."""
+    def logits(replayed: bool):
+        engine = make_engine(model, replayed)
+        seen, compute = [], model.logits
+        engine.model.logits = lambda h_LD: seen.append(compute(h_LD).clone()) or seen[-1]
+        try:
+            for i, prompt in enumerate(PROMPTS):
+                engine.submit(prompt, SamplingParams(max_tokens=3 + 2 * i, ignore_eos=True))
+            while engine.has_work:
+                engine.step()
+        finally:
+            del engine.model.logits
+        return seen
+
+    recorded, plain = logits(True), logits(False)
+    assert len(recorded) == len(plain) and all(map(torch.equal, recorded, plain))
+
+
+def test_logits_are_near_those_of_the_cpu(path, ops, native_ops):
+    """No further from what float64 makes of the same weights than the CPU's kernels are."""
+    logits = []
+    for some, dtype in ((ops, None), (native_ops, None), (kernels, torch.float64)):
+        with open_checkpoint(path) as checkpoint:
+            logits.append(make_engine(load_model(checkpoint, dtype, ops=some)).logits(PROMPTS[2]).cpu())
+    error, cpu_error = ((some - logits[2]).std() for some in logits[:2])
+    assert error < 1.5 * cpu_error and cpu_error < 0.05 * logits[2].std()
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_the_default_model_writes_what_it_writes_on_the_cpu(emulated, native_ops, smollm2):
+    answers = []
+    for some in (emulated, native_ops):
+        with open_checkpoint(smollm2) as checkpoint:
+            engine = Engine(load_model(checkpoint, None, context=64, ops=some), EngineConfig(num_pages=4, page_size=16),
+                            load_tokenizer(checkpoint))
+        answers.append(engine.generate(["The capital of France is"], SamplingParams(max_tokens=2))[0].token_ids)
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+@on_device
+def test_float64_through_torch_gives_the_same_tokens_on_a_device(path, params):
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, torch.float64, "cuda")
+    alone = [tokens(make_engine(model, prefix_cache=False), [prompt], params)[0] for prompt in PROMPTS]
+    assert tokens(make_engine(model, max_step_tokens=7), PROMPTS, params) == alone
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def drafts_never_rest(monkeypatch):
+    monkeypatch.setattr(Trial, "LOSS", 1e9)
+
+
+def drafters(model, folder):
+    """By name; heads that are random go on however unsure they are."""
+    manner = Manner(True, False)
+    medusa = open_medusa(write_medusa(folder / "medusa", CONFIG, 3), model)
+    eagle = open_eagle(write_eagle(folder / "eagle", CONFIG, 1), model)
+    found = {"ngram": Ngram(), "chain": Follower(eagle, model, None, manner),
+             "tree": Medusa(medusa, model, TreeShape(3, 2), manner),
+             "deep tree": Follower(eagle, model, TreeShape(2, 3), manner)}
+    for drafter in found.values():
+        drafter.sure = 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["ngram", "chain", "tree", "deep tree"])
+def test_drafts_change_no_token(model, params, alone, drafts_never_rest, tmp_path, name):
+    engine = make_engine(model)
+    engine.draft_with(drafters(model, tmp_path)[name])
+    assert tokens(engine, PROMPTS, params) == alone
+    assert name == "ngram" or engine.sums["drafted_tokens"] > 9
+
+
+# tools/gpu_check.py --------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_the_check_times_everything(emulated, monkeypatch):
+    monkeypatch.setattr(gpu_check, "best_seconds", partial(gpu_check.best_seconds, repeats=1))
+    sizes = gpu_check.Sizes(copy_bytes=1 << 20, square=256, rows=4, width=256, context=40, contexts_at_once=(1,),
+                            vocab=320, page=16, models=((1, 64, 64, 2, 1),), head_width=32, batches=(1, 2), prompt=20,
+                            steps=3)
+    rows = list(gpu_check.all_rows(gpu_check.measured_limits(emulated, sizes)))
+    names = " ".join(row.name for row in rows)
+    for part in ("rms_norm", "linear q6_k, 16 rows", "linear bf16, 20 rows", "attention, decoding 1 x 40", "draw",
+                 "q4_0, decoding 2", "bf16, prompt of 20"):
+        assert part in names
+    assert all(row.seconds > 0 and row.rate > 0 and row.limit > 0 for row in rows)
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+def test_a_batch_sent_elsewhere_says_the_same(path, emulated):
+    """As to a device: page tables of its requests alone, in the order of the batch."""
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, None, ops=emulated)
+    engine = make_engine(model)
+    for prompt in PROMPTS:
+        engine.submit(prompt, GREEDY)
+    batch = engine._pack(sorted(engine.scheduler.plan(512), key=lambda chunk: -len(chunk.request.tokens)))
+    num = len(batch.lease_S)
+    sent = batch.to(torch.device("cpu"), most_pages=max(len(prompt) for prompt in PROMPTS) // 16 + 1)
+    assert num > 2 and batch.lease_S.tolist() != list(range(num))
+    assert sent.lease_S.tolist() == list(range(num)) and len(sent.tables[0]) == num
+    here, there = (model.forward(one, engine.cache)[0].clone() for one in (batch, sent))
+    assert torch.equal(here, there)
+    padded = sent.padded(8, 300)
+    assert torch.equal(model.forward(padded, engine.cache)[0][: len(here)], here)
+    assert [len(table) for table in padded.tables] == [8] and (padded.slots_T[0][len(here) :] == -1).all()
+
+
+@pytest.mark.parametrize("num_requests", range(1, 70))
+def test_padded_sizes_have_room_and_are_few(num_requests):
+    sizes = set()
+    for more in range(17):
+        padded = padded_sizes(num_requests, num_requests + more)
+        requests, tokens = padded[0] - num_requests, padded[1] - num_requests - more
+        assert (requests, tokens) == (0, 0) or 0 < requests <= tokens
+        assert requests <= max(num_requests, 8)
+        sizes.add(padded)
+    assert len(sizes) <= 10
