@@ -89,8 +89,9 @@ int64_t file_bytes(const Layout& form) {
     return 0;
 }
 
-Block read(const uint8_t* raw, int32_t format, const Layout& form) {
-    Block block{};
+void read(Block& block, const uint8_t* raw, int32_t format, const Layout& form) {
+    memset(block.q, 0, form.block());   // what is spread is put beside what is there
+    memset(block.scale, 0, sizeof block.scale);
     switch (format) {
         case Q2_K: read_q2_k(block, raw); break;
         case Q3_K: read_q3_k(block, raw); break;
@@ -99,16 +100,29 @@ Block read(const uint8_t* raw, int32_t format, const Layout& form) {
         case Q6_K: read_q6_k(block, raw); break;
         default: read_32(block, raw, form);
     }
-    return block;
 }
 
-// Stores one plane of output o's 32 quants: the `width` bits from `shift` on of each.
-void write_plane(uint8_t* plane, const uint8_t* q, int o, int width, int shift) {
-    const int blocks_a_line = 8 / width;
+// Stores one plane of output o's 32 quants: the `width` bits from `shift` on of each, four quants at a time.
+template <int width>
+void write_plane(uint8_t* plane, const uint8_t* q, int o, int shift) {
+    constexpr int blocks_a_line = 8 / width;
+    constexpr uint32_t mask = 0x01010101u * ((1 << width) - 1);
     for (int k = 0; k < 8; k++) {
         uint8_t* line = plane + 64 * (k / blocks_a_line) + 4 * o;
-        const int up = k % blocks_a_line * width;
-        for (int i = 0; i < 4; i++) line[i] |= (q[4 * k + i] >> shift & ((1 << width) - 1)) << up;
+        uint32_t four, there;
+        memcpy(&four, q + 4 * k, 4);
+        memcpy(&there, line, 4);
+        there |= (four >> shift & mask) << k % blocks_a_line * width;
+        memcpy(line, &there, 4);
+    }
+}
+
+void write_plane(uint8_t* plane, const uint8_t* q, int o, int width, int shift) {
+    switch (width) {
+        case 1: return write_plane<1>(plane, q, o, shift);
+        case 2: return write_plane<2>(plane, q, o, shift);
+        case 4: return write_plane<4>(plane, q, o, shift);
+        default: return write_plane<8>(plane, q, o, shift);
     }
 }
 
@@ -130,8 +144,9 @@ void write_record(uint8_t* record, const Layout& form, const Block& block, int g
 void pack_row(uint8_t* panel, const uint8_t* raw, int32_t format, int o, int64_t I) {
     const Layout form = layout(format);
     const int num_groups = form.block() / GROUP;
+    Block block{};
     for (int64_t start = 0; start < I / GROUP; start += num_groups, raw += file_bytes(form)) {
-        const Block block = read(raw, format, form);
+        read(block, raw, format, form);
         if (form.heads()) memcpy(panel + form.head_offset(start) + 2 * o, &block.d, 2);
         if (form.head_bytes() == 64) memcpy(panel + form.head_offset(start) + 32 + 2 * o, &block.m, 2);
         for (int group = 0; group < num_groups; group++)

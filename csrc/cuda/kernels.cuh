@@ -1,4 +1,4 @@
-// The CUDA kernels: what cuda.py calls, on a device or through the emulator. ../kernels.h has the letters and what each
+// The CUDA kernels: what gpu.py calls, on a device or through the emulator. ../kernels.h has the letters and what each
 // operation means; here stands what differs.
 //
 // Arguments come in the order of csrc/cpu: outputs, inputs, sizes, scalars; then the stream. All pointers are the
