@@ -21,17 +21,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
 
 from dialects import OPENAI, SHORT, TEXT, Dialect, Job, Record, digest
 from engine import Engine, Stats
 from scheduler import LineFull
-from terminal import decode_utf8, held_signals, is_dumb
+from terminal import decode_utf8, held_signals, is_dumb, named_errors, replacing
 
 FED_AHEAD = 2  # requests in the engine, as a multiple of those it runs at once: enough to keep it busy
 MAX_ANSWERS = 4096  # of one record, which is in the engine as a whole
 HELD_BACK = 16  # answers that --ordered may hold back for one that comes late, as a multiple of the same
+MIN_BAR, MAX_BAR = 8, 40  # characters
+STDOUT = (None, "-", "/dev/stdout")  # its names
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Tally:
 def main(args, load_engine: Callable[..., Engine]) -> int:
     """Answers the records of `args.input`. Returns 0, or 1 if one failed. ValueError or OSError before a model is
     loaded: the input holds an id twice, or the output may not be written."""
-    path = None if args.output in (None, "-") else Path(args.output)
+    path = None if args.output in STDOUT else Path(args.output)
     with open_input(args.input) as file, alone(path):
         source = Source(file, is_text=args.input.lower().endswith(".txt"))
         if args.raw and source.dialect is OPENAI:
@@ -184,13 +187,29 @@ def progress(num_todo: int, output: "Output", watched: Engine | None) -> Iterato
             yield panel.count
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.live import Live
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=num_todo, rates="")
-        yield lambda tally: bar.update(task, completed=tally.records,
-                                       rates=f"{tally.tokens_per_s:.1f} tok/s · hit rate {tally.hit_rate:.0%}")
+    console = Console(stderr=True)
+    with Live(console=console, transient=True) as live:
+        yield lambda tally: live.update(progress_line(tally, num_todo, console.width - 2))  # room for ^C
+
+
+def progress_line(tally: Tally, num_todo: int, width: int):
+    """How far the run is: the facts that there is room for, and a bar if there still is."""
+    from rich.text import Text
+
+    left_s = tally.seconds / max(tally.records, 1) * (num_todo - tally.records)
+    facts = [f"{tally.records}/{num_todo}", f"{tally.tokens_per_s:.1f} tok/s",
+             *[f"{timedelta(seconds=round(left_s))} left"] * (tally.records > 0), f"hit rate {tally.hit_rate:.0%}"]
+    while len(" · ".join(facts)) > width and len(facts) > 1:
+        facts.pop()
+    line = " · ".join(facts)
+    num_cells = min(MAX_BAR, width - len(line) - 1)
+    if num_cells < MIN_BAR:
+        return Text(line, no_wrap=True, overflow="crop")
+    filled = num_cells * tally.records // max(num_todo, 1)
+    rest = "─" * (num_cells - filled)
+    return Text.assemble(("━" * filled, "green"), (rest, "bright_black"), f" {line}", no_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,36 +330,32 @@ class Output:
 
 
 @contextlib.contextmanager
-def named_errors(name: str) -> Iterator[None]:
-    """An error of writing says where it was: the system knows only that it was."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from None
-
-
-@contextlib.contextmanager
 def alone(path: Path | None) -> Iterator[None]:
-    """Nobody else writes to this output meanwhile: two runs would lose each other's answers. The lock goes with the
-    process, however it ends; the empty file beside the output goes at the end."""
+    """Nobody else writes to this output meanwhile, by whatever name: two runs would lose each other's answers. Locks go
+    with the process, however it ends; the empty file beside the output goes at the end."""
     if path is None or path.exists() and not path.is_file():
         yield
         return
-    lock = path.with_name(f".{path.name}.lock")
-    with named_errors(str(path)):
-        file = open(lock, "w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))
-        except BlockingIOError:
-            held = False
-        if not held:
+    real = Path(os.path.realpath(path))
+    lock = real.with_name(f".{real.name}.lock")
+    with contextlib.ExitStack() as stack:
+        with named_errors(str(path)):
+            output = stack.enter_context(open(real, "r+b")) if path.exists() else None  # it may have names elsewhere
+            file = stack.enter_context(open(lock, "w"))
+        held = locked(file) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))
+        if held:
+            stack.callback(lock.unlink, missing_ok=True)
+        if not held or output and not locked(output):
             raise ValueError(f"another run writes to {path}: wait for its end or name another output")
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+        yield
+
+
+def locked(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -418,21 +433,3 @@ def put_in_order(path: Path, source: Source) -> None:
         for offset in offsets:
             unordered.seek(offset)
             file.write(unordered.readline())
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is complete: at any moment there is the old one or the new one.
-    What a killed run left of it is overwritten by the next."""
-    path = path.resolve()  # a link stays a link
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        with named_errors(str(path)), open(unfinished, "wb") as file:
-            shutil.copymode(path, unfinished)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

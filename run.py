@@ -312,7 +312,7 @@ def run_batch(args: argparse.Namespace) -> int:
 
     if args.resume and args.overwrite:
         raise UsageError("--resume keeps what OUT holds and --overwrite does not: leave out one of them")
-    if (args.resume or args.overwrite) and args.output in (None, "-"):
+    if (args.resume or args.overwrite) and args.output in batch.STDOUT:
         raise UsageError("--resume and --overwrite are for an output file: name it with -o OUT")
     sampling_params(args)
     return batch.main(args, load_engine)

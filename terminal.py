@@ -1,4 +1,5 @@
-"""What all commands share about the world outside: streams, signals, text from bytes, a download that shows itself.
+"""What all commands share about the world outside: streams, signals, text from bytes, files that take another's
+place, a download that shows itself.
 
 Knows nothing of models or requests. No torch.
 """
@@ -6,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 
 def is_terminal(stream) -> bool:
@@ -73,6 +77,35 @@ def held_signals() -> Iterator[list[int]]:
             signal.signal(kind, handler)
     for number in held:
         handlers[number](number, None)
+
+
+@contextlib.contextmanager
+def named_errors(name: str) -> Iterator[None]:
+    """An error of writing says where it was: the system knows only that it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path`, where there may be none, once it is complete: at any moment there is the
+    old one or the new one. What a killed run left of it is overwritten by the next."""
+    path = Path(os.path.realpath(path))  # a link stays a link
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with named_errors(str(path)), open(unfinished, "wb") as file:
+            if path.exists():
+                shutil.copymode(path, unfinished)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 class Download:

@@ -213,20 +213,57 @@ def test_an_existing_output_is_not_harmed(engine, tmp_path):
     assert run(engine, source, out, overwrite=True) == 0 and len(read(out)) == 1
 
 
-def test_two_runs_do_not_share_an_output(engine, folder, tmp_path):
+@pytest.mark.parametrize("name", ["out", "elsewhere/soft", "elsewhere/hard"])
+def test_two_runs_do_not_share_an_output(engine, folder, tmp_path, name):
     source, out, step, refusals = write(tmp_path / "in", records(5)), tmp_path / "out", engine.step, []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/soft").symlink_to("../out")
+    out.touch()
+    (tmp_path / "elsewhere/hard").hardlink_to(out)
 
     def second():
         for flags in ({"resume": True}, {"overwrite": True}, {"resume": True, "ordered": True}):
             with pytest.raises(ValueError, match="another run writes to"):
-                run(load(folder), source, out, **flags)
+                run(load(folder), source, tmp_path / name, **flags)
             refusals.append(flags)
         engine.step = step
         return step()
 
     engine.step = second
-    assert run(engine, source, out) == 0 and len(refusals) == 3
-    assert len(read(out)) == 5 and [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
+    assert run(engine, source, out, overwrite=True) == 0 and len(refusals) == 3
+    assert len(read(out)) == 5 and not list(tmp_path.rglob("*lock*"))
+
+
+def test_a_link_to_an_output_that_is_not_there_yet_is_locked_too(engine, folder, tmp_path):
+    source, step, refusals = write(tmp_path / "in", records(5)), engine.step, []
+    (tmp_path / "link").symlink_to("out")
+
+    def second():
+        engine.step = step
+        with pytest.raises(ValueError, match="another run writes to .*out: wait"):
+            run(load(folder), source, tmp_path / "out", overwrite=True)
+        refusals.append(True)
+        return step()
+
+    engine.step = second
+    assert run(engine, source, tmp_path / "link") == 0 and refusals and len(read(tmp_path / "out")) == 5
+
+
+def test_stdout_has_a_name(engine, tmp_path, capfdbinary):
+    source = write(tmp_path / "in", records(3))
+    for name in ("-", "/dev/stdout"):
+        assert run(engine, source, name) == 0
+        assert len(capfdbinary.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("width, num_facts", [(1, 1), (12, 1), (20, 1), (30, 2), (40, 3), (60, 4), (80, 4), (200, 4)])
+def test_the_progress_of_a_run_fits(width, num_facts):
+    tally = batch.Tally(time.perf_counter() - 100, records=123, tokens=45678, prompt_tokens=100, cached_tokens=50)
+    line = batch.progress_line(tally, 1234, width).plain
+    facts = line.strip("━─ ").split(" · ")
+    assert facts[0] == "123/1234", "how many are done is cut"
+    assert len(line) <= max(width, 8) and len(facts) == num_facts
+    assert batch.progress_line(batch.Tally(), 7, 80).plain.endswith("─ 0/7 · 0.0 tok/s · hit rate 0%")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

@@ -169,7 +169,7 @@ def test_what_a_machine_lacks_is_told_with_a_remedy(call, abc, monkeypatch):
 
 
 def test_resuming_needs_an_output_file(call, tmp_path):
-    for words in (["--resume"], ["--overwrite"], ["--resume", "-o", "-"]):
+    for words in (["--resume"], ["--overwrite"], ["--resume", "-o", "-"], ["--resume", "-o", "/dev/stdout"]):
         refused(call("batch", tmp_path / "in", "-m", "no-such-model", *words), "-o OUT")
     refused(call("batch", tmp_path / "in", "-o", tmp_path / "out", "--resume", "--overwrite"), "one of them")
 

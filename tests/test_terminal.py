@@ -43,6 +43,23 @@ def test_signals_wait_for_the_end_of_the_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "real").chmod(0o640)
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(KeyError), terminal.replacing(tmp_path / "link") as file:
+        file.write(b"half")
+        raise KeyError
+    assert (tmp_path / "real").read_text() == "old" and sorted(os.listdir(tmp_path)) == ["link", "real"]
+    for name in ("link", "new"):
+        with terminal.replacing(tmp_path / name) as file:
+            file.write(b"whole")
+    assert (tmp_path / "real").read_text() == (tmp_path / "new").read_text() == "whole"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").stat().st_mode & 0o777 == 0o640
+    with pytest.raises(NotADirectoryError, match="/new/deeper'"), terminal.replacing(tmp_path / "new" / "deeper"):
+        pass
+
+
 def test_text_is_utf8_or_its_place_is_named():
     assert terminal.decode_utf8("é".encode(), "here") == "é"
     with pytest.raises(ValueError, match="here is not UTF-8: byte 0x96 at offset 12"):
