@@ -30,6 +30,7 @@ PAGE_KINDS = {"free": ("·", "bright_black"), "cached": ("░", "blue"), "held":
 MAP_ROWS = 6
 REFRESH_S = 0.12
 RATE_S = 2.0  # tokens per second are those of the last so many
+ECHO = "^C"  # what terminals show of an interrupt, for which there is room on each line
 MAX_RATES = 24  # bars of earlier rates
 
 
@@ -66,7 +67,7 @@ class Panel:
         from rich.panel import Panel as Box
         from rich.text import Text
 
-        width, seconds = self.live.console.width - 4, time.perf_counter() - self.started_s
+        width, seconds = self.live.console.width - 4 - len(ECHO), time.perf_counter() - self.started_s
         lines = []
         if self.total is not None:
             left = f", {seconds / self.num_done * (self.total - self.num_done):.0f} s left" if self.num_done else ""
@@ -76,7 +77,7 @@ class Panel:
         lines += [Text(line, overflow="ellipsis", no_wrap=True) for line in self._facts(step)]
         title = f"{self.engine.name} · {counted(step['step'], 'step')} · {seconds:.0f} s"
         return Box(Group(*lines, *page_map(self.engine.cache.groups[0].pool, width)), title=title, title_align="left",
-                   border_style="bright_black")
+                   border_style="bright_black", width=width + 4)
 
     def _facts(self, step: dict) -> Iterator[str]:
         stats = self.engine.stats
@@ -145,13 +146,15 @@ def watching(engine: Engine, total: int | None = None) -> Iterator[Panel | None]
     from rich.live import Live
 
     console, before = Console(stderr=True), engine.on_step
-    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=is_terminal(sys.stdout)) as live:
+    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=is_terminal(sys.stdout),
+              vertical_overflow="crop") as live:
         panel = Panel(live, total)
         engine.on_step = panel if before is None else both(before, panel)
         try:
             yield panel
         finally:
             engine.on_step = before
+            live.update("")  # its end would show all of a panel that is higher than the terminal
 
 
 def both(first: Callable, second: Callable) -> Callable:

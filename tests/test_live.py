@@ -95,6 +95,17 @@ def test_watching_a_batch_changes_no_answer(engine, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_panel_higher_than_the_terminal_leaves_nothing_when_it_is_stopped(tmp_path):
+    source = batches.write(tmp_path / "in", [{"prompt": "x" * 40}] * 2000)
+    model = tiny.tiny_llama(tmp_path / "model", max_position_embeddings=256)
+    watched = Terminal("batch", source, "-m", model, "--ignore-eos", "-o", tmp_path / "out", "--watch", rows=8)
+    watched.wait_for("tok/s written")
+    watched.type("\x03")
+    assert watched.end() == 130
+    assert not [line for line in watched.screen.all_lines if line[0] in "╭│╰"], watched.screen.all_lines
+
+
+@pytest.mark.slow
 def test_watching_a_benchmark(tmp_path):
     """Its table is what is left."""
     model = tiny.tiny_llama(tmp_path / "model", max_position_embeddings=256)
