@@ -144,12 +144,14 @@ def open_history():
             with contextlib.suppress(OSError):  # a full disk: the conversation goes on
                 super().store_string(string.encode(errors="replace").decode())
 
-    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "quire" / "chat_history"
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "quire", "chat_history")
     try:
+        path = path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-    except OSError as error:
-        say(dim(f"no history is kept: {path}: {error.strerror}"))
+        path.open("rb").close()  # a folder can be touched
+    except (OSError, RuntimeError) as error:  # the second: nobody's home is known by that name
+        say(dim(f"no history is kept: {path}: {getattr(error, 'strerror', error)}"))
         return InMemoryHistory()
     return History(path)
 

@@ -170,6 +170,17 @@ def test_a_thought_may_be_shown_in_full(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # A person
 
+
+@pytest.mark.parametrize("home", ["{}", "{}/file", "~nobody-of-this-name"])
+def test_a_history_that_cannot_be_kept_is_no_reason_to_end(tmp_path, monkeypatch, capsys, home):
+    (tmp_path / "quire" / "chat_history").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", home.format(tmp_path))
+    assert list(screen.open_history().load_history_strings()) == []
+    said = capsys.readouterr().err
+    assert said.startswith("no history is kept: ") and said.count("\n") == 1 and "None" not in said
+
+
 LINE = "quick fox.\n"
 CODE = '"""A docstring."""\n\n/help is no command here\n\tnor is """ the end'
 
