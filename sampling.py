@@ -72,6 +72,9 @@ class SamplingParams:
                 raise ValueError(f"logit_bias of id {id} is {bias} but must be a number (-inf bans the id)")
         if "" in self.stop:
             raise ValueError("a stop string is empty: every text contains it; leave it out")
+        for text in self.stop:
+            if half := next((char for char in text if "\ud800" <= char <= "\udfff"), None):
+                raise ValueError(f"a stop string has \\u{ord(half):04x}, half of a surrogate pair: no text contains it")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens} but max_tokens only {self.max_tokens}: lower the first")
 

@@ -46,7 +46,7 @@ def frequencies(logits_V, num_draws=2000, **fields):
     {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -5}, {"top_p": 0},
     {"top_p": 1.5}, {"top_p": -0.1}, {"min_p": 1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"seed": -1},
     {"max_tokens": 0}, {"max_tokens": -1}, {"min_tokens": -1}, {"min_tokens": 5, "max_tokens": 4}, {"stop": ("",)},
-    {"stop": ("", "x")}, {"logprobs": -1}, {"num_samples": 0}, {"presence_penalty": math.inf},
+    {"stop": ("", "x")}, {"stop": ("a\ud800",)}, {"logprobs": -1}, {"num_samples": 0}, {"presence_penalty": math.inf},
     {"logit_bias": ((0, math.nan),)}, {"logit_bias": ((0, math.inf),)}])
 def test_values_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=list(fields)[0].replace("stop", "stop string").split("_")[0]):
