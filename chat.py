@@ -7,7 +7,6 @@ Start at `main`, then `take_turn`. Commands are rows of COMMANDS. Only answers g
 
 import contextlib
 import json
-import os
 import signal
 import sys
 from bisect import bisect_left
@@ -15,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from dialects import read_messages
+from dialects import read_messages, shown
 from engine import Engine
 from sampling import ALIASES, SamplingParams
 from scheduler import Request
 from screen import Plain, Terminal, say, split_thought
-from terminal import decode_utf8, dim, held_signals
+from terminal import decode_utf8, dim, held_signals, replacing
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a generation config may set
 NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one answer, and shows only its text
@@ -73,7 +72,7 @@ def begin(engine: Engine, args) -> Conversation:
     settings = default_settings(engine, args.sampling)
     chat = Conversation(engine, settings, settings, args.deadline, num_notes=len(engine.tokenizer.notes))
     if args.system is not None:
-        set_system(chat, args.system)
+        begin_with(chat, args.system)
     return chat
 
 
@@ -109,7 +108,7 @@ def handle(chat: Conversation, text: str, quoted: bool, screen: Screen) -> None:
     if command:
         try:
             messages = command.run(chat, argument[0].strip() if argument else "")
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             say(f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error))
             return
         if messages:
@@ -117,8 +116,21 @@ def handle(chat: Conversation, text: str, quoted: bool, screen: Screen) -> None:
     elif name.startswith("/") and not quoted and "\n" not in text:
         say(f"unknown command {name}: /help lists them; put {QUOTES} around a message that begins with /")
     elif text.strip() or chat.attached:
-        content = "\n\n".join([*chat.attached, text] if text.strip() else chat.attached)
-        take_turn(chat, [*chat.messages, message_of("user", content)], screen)
+        send(chat, text, screen)
+
+
+def send(chat: Conversation, text: str, screen: Screen) -> None:
+    """Has a message answered, with what was read in front of it. ValueError: it was not."""
+    content = "\n\n".join([*chat.attached, text] if text.strip() else chat.attached)
+    messages = [*chat.messages, message_of("user", content)]
+    try:
+        take_turn(chat, messages, screen)
+    except ValueError as error:
+        if chat.attached and chat.unanswered is not messages:
+            raise ValueError(f"{error}; what was read goes with the next message still, /undo drops it") from None
+        chat.attached = []
+        raise
+    chat.attached = []
 
 
 def take_turn(chat: Conversation, messages: Messages, screen: Screen) -> None:
@@ -126,7 +138,8 @@ def take_turn(chat: Conversation, messages: Messages, screen: Screen) -> None:
     that the context has no room for is kept apart."""
     engine, prompt_ids = chat.engine, chat.prompt_ids(messages)
     if len(prompt_ids) >= engine.capacity:
-        chat.unanswered, chat.attached = messages, []
+        forget_unanswered(chat, messages)
+        chat.unanswered = messages
         raise ValueError(f"the conversation would have {len(prompt_ids)} tokens but the context holds "
                          f"{engine.capacity}: /compact drops the oldest turns and answers, /undo forgets the message, "
                          "/clear begins anew; or start with a larger --context")
@@ -145,9 +158,17 @@ def take_turn(chat: Conversation, messages: Messages, screen: Screen) -> None:
         raise ValueError(request.error)
     if request.finish_reason == "cancelled" and not request.text:
         raise ValueError("stopped before the first word: the message is not part of the conversation")
-    chat.messages, chat.unanswered, chat.attached = [*messages, message_of("assistant", request.text)], [], []
+    forget_unanswered(chat, messages)
+    chat.messages = [*messages, message_of("assistant", request.text)]
     chat.requests.append(request)
     remark(chat, request, screen)
+
+
+def forget_unanswered(chat: Conversation, messages: Messages) -> None:
+    """Says so, unless it is in `messages`, which take its place."""
+    if chat.unanswered not in ([], messages):
+        say("the earlier message that had no room is forgotten")
+    chat.unanswered = []
 
 
 def message_of(role: str, content: str) -> dict[str, str]:
@@ -182,16 +203,21 @@ def statistics(chat: Conversation, request: Request) -> str:
 
 
 def context_use(chat: Conversation) -> str:
-    """How full the context is, once something is said."""
+    """How full the context is, once something is said; in 40 columns."""
+    num_tokens = tokens_used(chat)
+    used = num_tokens / chat.engine.capacity
+    if used > NEARLY_FULL:
+        return f"context {used:.0%} full · /compact makes room"
+    return f"context {num_tokens} of {chat.engine.capacity} tokens ({used:.0%})" if num_tokens else ""
+
+
+def tokens_used(chat: Conversation) -> int:
+    """Of the context. What a next turn would begin with is counted too, as far as there is room for it."""
     try:
         num_tokens = len(chat.prompt_ids(chat.messages)) if chat.messages else 0
     except ValueError:  # the template has something against messages without a new one
-        num_tokens = 0
-    if not num_tokens:
-        return ""
-    used = num_tokens / chat.engine.capacity
-    return (f"context {num_tokens} of {chat.engine.capacity} tokens ({used:.0%})"
-            + " · /compact makes room" * (used > NEARLY_FULL))
+        return 0
+    return min(num_tokens, chat.engine.capacity)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,8 +307,8 @@ def completions(typed: str) -> tuple[int, list[str]]:
         return -len(argument), [word for word in ("open", "fold") if word.startswith(argument)]
     if command in ("/read", "/save", "/load"):
         folder, _, name = argument.rpartition("/")
-        with contextlib.suppress(OSError):
-            place = Path(folder + "/" if "/" in argument else ".").expanduser()
+        with contextlib.suppress(OSError, ValueError):
+            place = path_of(folder + "/" if "/" in argument else ".")
             found = sorted(path.name + "/" * path.is_dir() for path in place.iterdir() if path.name.startswith(name))
             return -len(name), found
     return 0, []
@@ -333,6 +359,9 @@ def regenerate(chat: Conversation, argument: str) -> Messages:
 
 
 def undo(chat: Conversation, argument: str) -> None:
+    if chat.attached:
+        chat.attached = []
+        return say("forgotten: what was read for the next message")
     messages = chat.unanswered or chat.messages
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
@@ -365,9 +394,14 @@ def compact(chat: Conversation, argument: str) -> Messages | None:
 
 def set_system(chat: Conversation, argument: str) -> None:
     if not argument:
-        say("no system turn" if chat.system is None else chat.system)
+        say("no system turn" if chat.system is None else chat.system or "the system turn is empty")
         return
-    before, chat.system = chat.system, None if argument == '""' else argument
+    begin_with(chat, None if argument == '""' else argument)
+
+
+def begin_with(chat: Conversation, system: str | None) -> None:
+    """Makes it the system turn. ValueError: the template refuses it."""
+    before, chat.system = chat.system, system
     try:
         chat.prompt_ids(chat.messages or [{"role": "user", "content": "?"}])
     except ValueError:
@@ -400,14 +434,13 @@ def parsed_value(name: str, text: str):
         if name == "logit_bias":
             return [(int(id), float(bias)) for id, bias in (pair.split("=") for pair in text.replace(",", " ").split())]
         return True if text == "on" else json.loads(text)
-    except ValueError:
-        raise ValueError(f"{name} cannot be {text}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} cannot be {shown(text)}") from None
 
 
 def show_settings(chat: Conversation, argument: str) -> None:
-    num_tokens = len(chat.prompt_ids(chat.messages)) if chat.messages else 0
     say(f"model {chat.engine.name}\nsystem {chat.system}\nmessages {len(chat.messages)}, "
-        f"{num_tokens} of {chat.engine.capacity} tokens\nthoughts {'folded' if chat.fold else 'open'}")
+        f"{tokens_used(chat)} of {chat.engine.capacity} tokens\nthoughts {'folded' if chat.fold else 'open'}")
     for name, value in asdict(chat.settings).items():
         if name not in NOT_IN_CHAT:
             say(f"{name} {value}")
@@ -421,7 +454,7 @@ def read_file(chat: Conversation, argument: str) -> None:
 
 def file_bytes(argument: str) -> bytes:
     """What a file holds, if it is one and of a size that a conversation can have."""
-    path = Path(argument).expanduser()
+    path = path_of(argument)
     if not argument or path.exists() and not path.is_file():
         raise ValueError(f"{argument or 'nothing'} is not a file: name one")
     if path.stat().st_size > MAX_FILE_BYTES:
@@ -430,16 +463,24 @@ def file_bytes(argument: str) -> bytes:
     return path.read_bytes()
 
 
+def path_of(argument: str) -> Path:
+    """`~` is a home, as in shells."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{argument}: there is no such user; if it names a file, write ./{argument}") from None
+
+
 def save(chat: Conversation, argument: str) -> None:
-    path = Path(argument).expanduser()
+    path = path_of(argument)
     if path.exists() or not argument:
         saved_conversation(argument)  # anything else is not ours to replace
     settings = {name: value for name, value in asdict(chat.settings).items() if name not in NOT_IN_CHAT}
     saved = {"model": chat.engine.name, "system": chat.system, "settings": settings, "messages": chat.messages}
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    os.replace(unfinished, path)
-    say(f"saved in {argument}")
+    content = json.dumps(saved, ensure_ascii=False, indent=1).encode() + b"\n"
+    with replacing(path) as file:
+        file.write(content)
+    say(f"saved in {argument}" + ", without the message that had no room" * bool(chat.unanswered))
 
 
 def load(chat: Conversation, argument: str) -> None:
@@ -449,9 +490,7 @@ def load(chat: Conversation, argument: str) -> None:
     system = saved.get("system")
     if messages and messages[0]["role"] == "system" and system is None:
         system, *messages = messages[0]["content"], *messages[1:]
-    loaded = replace(chat, system=system, messages=messages, settings=settings, attached=[])
-    if messages:
-        loaded.prompt_ids(messages)
+    begin_with(replace(chat, messages=messages), system)  # a copy finds out whether the template takes it
     chat.system, chat.messages, chat.settings = system, messages, settings
     chat.unanswered, chat.attached = [], []
     other = f", which was had with {saved['model']}" if saved.get("model") not in (None, chat.engine.name) else ""

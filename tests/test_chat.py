@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from argparse import Namespace
@@ -91,6 +92,14 @@ def test_the_system_turn_comes_first(engine, monkeypatch, capsys):
     assert said.err.endswith("no system turn\n")
 
 
+def test_an_empty_system_turn_is_one(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "/system", "a", '/system ""', "b", system="")
+    head = [{"role": "system", "content": ""}]
+    assert said.turns[0].prompt_ids == engine.tokenizer.chat(head + messages("a"))
+    assert said.turns[1].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[0].text, "b"))
+    assert said.err.startswith("the system turn is empty\n")
+
+
 def test_undo_regen_and_clear(engine, monkeypatch, capsys):
     said = run(engine, monkeypatch, capsys, "a", "b", "/undo", "c", "/regen", "/new", "d", "/undo", "/undo", "/r", "e")
     first = said.turns[0].text
@@ -143,7 +152,7 @@ def test_a_message_without_room_is_forgotten_or_tried_again(engine, monkeypatch,
     assert "oldest 0 of 2 turns" in said.err
 
 
-def test_the_use_of_the_context_is_shown(engine, monkeypatch, capsys):
+def test_the_use_of_the_context_is_shown(engine, capsys):
     settings = SamplingParams(max_tokens=1)
     talk = chat.Conversation(engine, settings, settings)
     assert chat.context_use(talk) == ""
@@ -151,7 +160,22 @@ def test_the_use_of_the_context_is_shown(engine, monkeypatch, capsys):
     num_tokens = tokens_of(engine, "a", "b")
     assert chat.context_use(talk) == f"context {num_tokens} of 400 tokens ({num_tokens / 400:.0%})"
     talk.messages = messages("a" * 300, "b")
-    assert chat.context_use(talk).endswith("%) · /compact makes room")
+    assert chat.context_use(talk) == f"context {tokens_of(engine, 'a' * 300, 'b') / 400:.0%} full · /compact makes room"
+    talk.messages = messages("a" * 390, "b")
+    assert tokens_of(engine, "a" * 390, "b") > 400
+    assert chat.context_use(talk) == "context 100% full · /compact makes room" and len(chat.context_use(talk)) <= 40
+    chat.show_settings(talk, "")
+    assert "messages 2, 400 of 400 tokens" in capsys.readouterr().err
+
+
+def test_one_message_waits_for_room_and_another_is_said_to_be_gone(engine, monkeypatch, capsys, tmp_path):
+    gone = "the earlier message that had no room is forgotten\n"
+    said = run(engine, monkeypatch, capsys, "a", "x" * 500, "x" * 500, "/regen", f"/save {tmp_path / 'talk'}")
+    assert gone not in said.err and f"saved in {tmp_path / 'talk'}, without the message that had no room" in said.err
+    said = run(engine, monkeypatch, capsys, "a", "x" * 500, "y" * 500, "/undo")
+    assert said.err.count(gone) == 1 and "forgotten: y" in said.err
+    said = run(engine, monkeypatch, capsys, "a", "x" * 500, "b", "c", f"/save {tmp_path / 'talk'}")
+    assert said.err.count(gone) == 1 and said.err.endswith("talk\n")
 
 
 def test_a_template_that_wants_a_message_last_does_not_stop_the_talk(engine):
@@ -241,13 +265,14 @@ def test_set(engine, given, expected):
 
 @pytest.mark.parametrize("given", [
     "", "temperature", "temperature hot", "temperature -1", "top_p 2", "colour 1", "stop_token_ids x", "logit_bias 5",
-    "logit_bias 99999=1", "num_samples 2", "logprobs 1", "max_tokens 0", "temperature nan", "seed 1.5", 'stop "'])
+    "logit_bias 99999=1", "num_samples 2", "logprobs 1", "max_tokens 0", "temperature nan", "seed 1.5", 'stop "',
+    "temperature " + "[" * 100_000, "stop " + "[" * 100_000, r'stop ["a\ud800"]'])
 def test_a_value_that_cannot_be_set_changes_nothing(engine, given):
     plain = SamplingParams()
     talk = chat.Conversation(engine, plain, plain)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as error:
         chat.set_value(talk, given)
-    assert talk.settings is plain
+    assert talk.settings is plain and len(str(error.value)) < 500 and str(error.value).encode()
 
 
 def test_the_two_ways_back(engine):
@@ -282,6 +307,31 @@ def test_save_and_load(engine, monkeypatch, capsys, tmp_path):
     assert again.turns[0].params.stop == ("END",) and again.turns[0].params.logit_bias == ((5, 1.5),)
     assert json.loads((tmp_path / "other").read_text("utf-8")) == saved
     assert sorted(os.listdir(tmp_path)) == ["other", "talk.json"]
+
+
+def test_what_cannot_be_saved_leaves_everything_as_it_was(engine, monkeypatch, capsys, tmp_path):
+    (tmp_path / "talk.part").write_text("precious")
+    (tmp_path / "link").symlink_to("talk")
+    run(engine, monkeypatch, capsys, f"/save {tmp_path / 'link'}")
+    before = (tmp_path / "talk").read_text()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        said = run(engine, monkeypatch, capsys, "a", f"/save {tmp_path / 'talk'}", f"/save {tmp_path / 'new'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said.status == 0 and said.err.count("File too large") == 2
+    assert (tmp_path / "talk").read_text() == before and (tmp_path / "talk.part").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["link", "talk", "talk.part"] and (tmp_path / "link").is_symlink()
+
+
+def test_a_home_that_nobody_has(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, *(f"/{name} ~nobody-of-this-name/x" for name in ("save", "load", "read")),
+               "a")
+    assert (said.status, len(said.turns)) == (0, 1)
+    assert said.err.count("there is no such user") == 3 == said.err.count("\n") - 1
+    assert chat.completions("/read ~nobody-of-this-name/x") == (0, [])
+    assert chat.completions("/read \0/x") == (0, [])
 
 
 def test_only_a_conversation_is_loaded_or_replaced(engine, monkeypatch, capsys, tmp_path):
@@ -412,3 +462,23 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_trace(tmp_path):
     with pytest.raises(ValueError, match="before the first word"):
         chat.handle(talk, "hello", False, screen)
     assert talk.messages == [] and not engine.has_work
+
+
+def test_a_file_whose_reading_was_stopped_goes_with_the_next_message_or_is_dropped(tmp_path, capsys):
+    engine = load(tiny.scripted(tmp_path, {None: 300}))
+    (tmp_path / "file").write_text("text")
+    settings, screen = SamplingParams(max_tokens=None), Person(str)
+    talk = chat.Conversation(engine, settings, settings)
+    chat.handle(talk, f"/read {tmp_path / 'file'}", False, screen)
+    stopping_after(engine, 1)
+    with pytest.raises(ValueError, match="before the first word.*what was read goes with the next message"):
+        chat.handle(talk, "hello", False, screen)
+    assert talk.attached == ["text"]
+    chat.handle(talk, "/undo", False, screen)
+    assert talk.attached == [] and capsys.readouterr().err.endswith("forgotten: what was read for the next message\n")
+
+
+def test_a_file_stays_in_front_of_the_next_message_when_another_is_answered(engine, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("text")
+    said = run(engine, monkeypatch, capsys, "a", f"/read {tmp_path / 'file'}", "/regen", "b")
+    assert said.turns[2].prompt_ids == engine.tokenizer.chat(messages("a", said.turns[1].text, "text\n\nb"))
