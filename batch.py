@@ -361,9 +361,12 @@ def locked(file) -> bool:
 @contextlib.contextmanager
 def open_output(path: Path | None, args, max_held: int) -> Iterator[Output]:
     is_file = path is not None and (path.is_file() or not path.exists())  # not a pipe, nor /dev/null
+    is_new = is_file and not path.exists()
     with contextlib.ExitStack() as stack:
         # Unbuffered: of a line that failed nothing is left to be written again when the file is closed.
         file = stack.enter_context(open(path, "ab" if args.resume else "wb", 0)) if path else sys.stdout.buffer
+        if is_new:
+            locked(file)  # one that was there is locked already, in `alone`
         in_order, waits = args.ordered and is_file, args.ordered and not is_file
         yield Output(file, str(path or "stdout"), path if in_order else None, max_held if waits else None)
 

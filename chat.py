@@ -19,7 +19,7 @@ from engine import Engine
 from sampling import ALIASES, SamplingParams
 from scheduler import Request
 from screen import Plain, Terminal, say, split_thought
-from terminal import decode_utf8, dim, held_signals, replacing
+from terminal import decode_utf8, dim, held_signals, named_errors, replacing
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a generation config may set
 NOT_IN_CHAT = ("num_samples", "logprobs")  # a conversation goes on with one answer, and shows only its text
@@ -460,11 +460,14 @@ def file_bytes(argument: str) -> bytes:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{argument} has {path.stat().st_size} bytes but at most {MAX_FILE_BYTES} are read: name "
                          "another file")
-    return path.read_bytes()
+    with named_errors(argument):
+        return path.read_bytes()
 
 
 def path_of(argument: str) -> Path:
     """`~` is a home, as in shells."""
+    if "\0" in argument:
+        raise ValueError(f"{argument!r} holds a NUL, which no file's name does: leave it out")
     try:
         return Path(argument).expanduser()
     except RuntimeError:

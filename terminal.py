@@ -81,7 +81,7 @@ def held_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def named_errors(name: str) -> Iterator[None]:
-    """An error of writing says where it was: the system knows only that it was."""
+    """An error of reading or writing says where it was: the system knows only that it was."""
     try:
         yield
     except OSError as error:

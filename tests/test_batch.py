@@ -249,6 +249,21 @@ def test_a_link_to_an_output_that_is_not_there_yet_is_locked_too(engine, folder,
     assert run(engine, source, tmp_path / "link") == 0 and refusals and len(read(tmp_path / "out")) == 5
 
 
+def test_another_name_that_a_new_output_gets_meanwhile_is_refused_too(engine, folder, tmp_path):
+    source, step, refusals = write(tmp_path / "in", records(5)), engine.step, []
+
+    def second():
+        engine.step = step
+        (tmp_path / "hard").hardlink_to(tmp_path / "out")
+        with pytest.raises(ValueError, match="another run writes to .*hard: wait"):
+            run(load(folder), source, tmp_path / "hard", overwrite=True)
+        refusals.append(True)
+        return step()
+
+    engine.step = second
+    assert run(engine, source, tmp_path / "out") == 0 and refusals and len(read(tmp_path / "out")) == 5
+
+
 def test_stdout_has_a_name(engine, tmp_path, capfdbinary):
     source = write(tmp_path / "in", records(3))
     for name in ("-", "/dev/stdout"):

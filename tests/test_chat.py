@@ -331,6 +331,17 @@ def test_a_home_that_nobody_has(engine, monkeypatch, capsys):
     assert (said.status, len(said.turns)) == (0, 1)
     assert said.err.count("there is no such user") == 3 == said.err.count("\n") - 1
     assert chat.completions("/read ~nobody-of-this-name/x") == (0, [])
+
+
+@pytest.mark.parametrize("command", ["save", "load", "read"])
+def test_what_no_file_can_be_named_is_said_so(engine, monkeypatch, capsys, command):
+    said = run(engine, monkeypatch, capsys, f"/{command} a\0b", "hello")
+    assert "holds a NUL" in said.err and said.out
+
+
+def test_an_error_of_reading_names_the_file(engine, monkeypatch, capsys):
+    said = run(engine, monkeypatch, capsys, "/read /proc/self/mem")
+    assert "/proc/self/mem" in said.err and "Input/output error" in said.err
     assert chat.completions("/read \0/x") == (0, [])
 
 
