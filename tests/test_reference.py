@@ -5,6 +5,7 @@ The stored answers were made once by make_references.py, on weights that the ggu
 
 import gc
 import json
+import os
 import random
 from pathlib import Path
 
@@ -47,14 +48,18 @@ def assert_same_top5(ours: list[dict], theirs: list) -> None:
 # ---- real models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[("smollm2", "smollm2"), ("qwen0.5b", "qwen_05b"), ("qwen1.5b", "qwen_15b")],
-                ids=lambda names: names[0])
+ALL_TOKENS = 64  # of the stored answers
+LARGE_TOKENS = int(os.environ.get("LARGE_TOKENS", 24))  # of these, what the largest model writes; all in `make soak`
+
+
+@pytest.fixture(scope="module", params=[("smollm2", "smollm2", ALL_TOKENS), ("qwen0.5b", "qwen_05b", ALL_TOKENS),
+                                        ("qwen1.5b", "qwen_15b", LARGE_TOKENS)], ids=lambda row: row[0])
 def answered(request):
     """An engine in float32, its model's reference, and its own answers to the prompts, all in the engine at once."""
-    name, fixture = request.param
+    name, fixture, num_tokens = request.param
     known = reference(name)
     engine = load(request.getfixturevalue(fixture), context=2048)
-    params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=5)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=5)
     completions = engine.generate([prompt["prompt_ids"] for prompt in known["prompts"].values()], params)
     yield engine, known, dict(zip(known["prompts"], completions))
     del engine, completions
@@ -66,7 +71,8 @@ def answered(request):
 def test_greedy_ids(answered):
     _, known, completions = answered
     for name, prompt in known["prompts"].items():
-        assert completions[name].token_ids == prompt["ids"], name
+        ours = completions[name].token_ids
+        assert len(ours) in (ALL_TOKENS, LARGE_TOKENS) and ours == prompt["ids"][: len(ours)], name
 
 
 @pytest.mark.models
@@ -74,7 +80,8 @@ def test_greedy_ids(answered):
 def test_top5(answered):
     _, known, completions = answered
     for name, prompt in known["prompts"].items():
-        assert_same_top5(completions[name].logprobs, prompt["top5"])
+        ours = completions[name].logprobs
+        assert_same_top5(ours, prompt["top5"][: len(ours)])
 
 
 @pytest.mark.models
