@@ -24,7 +24,7 @@ from torch import Tensor
 
 import kernels
 from checkpoint import Checkpoint
-from families import LayerConfig, ModelConfig, RopeConfig
+from families import ModelConfig, RopeConfig
 from kernels import KV
 from kvcache import Cache, KVSpec
 from weights import Weights

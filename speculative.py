@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
 from kvcache import Cache, Lease
 from model import Batch, Model, id_tensor, wide
 from pace import Pace

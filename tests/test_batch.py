@@ -234,34 +234,22 @@ def test_two_runs_do_not_share_an_output(engine, folder, tmp_path, name):
     assert len(read(out)) == 5 and not list(tmp_path.rglob("*lock*"))
 
 
-def test_a_link_to_an_output_that_is_not_there_yet_is_locked_too(engine, folder, tmp_path):
+@pytest.mark.parametrize("first, second", [("link", "out"), ("out", "hard")])
+def test_a_new_output_is_locked_by_all_its_names(engine, folder, tmp_path, first, second):
+    """Those it has when it is made, and one that it gets meanwhile."""
     source, step, refusals = write(tmp_path / "in", records(5)), engine.step, []
     (tmp_path / "link").symlink_to("out")
 
-    def second():
-        engine.step = step
-        with pytest.raises(ValueError, match="another run writes to .*out: wait"):
-            run(load(folder), source, tmp_path / "out", overwrite=True)
-        refusals.append(True)
-        return step()
-
-    engine.step = second
-    assert run(engine, source, tmp_path / "link") == 0 and refusals and len(read(tmp_path / "out")) == 5
-
-
-def test_another_name_that_a_new_output_gets_meanwhile_is_refused_too(engine, folder, tmp_path):
-    source, step, refusals = write(tmp_path / "in", records(5)), engine.step, []
-
-    def second():
+    def another_run():
         engine.step = step
         (tmp_path / "hard").hardlink_to(tmp_path / "out")
-        with pytest.raises(ValueError, match="another run writes to .*hard: wait"):
-            run(load(folder), source, tmp_path / "hard", overwrite=True)
+        with pytest.raises(ValueError, match=f"another run writes to .*{second}: wait"):
+            run(load(folder), source, tmp_path / second, overwrite=True)
         refusals.append(True)
         return step()
 
-    engine.step = second
-    assert run(engine, source, tmp_path / "out") == 0 and refusals and len(read(tmp_path / "out")) == 5
+    engine.step = another_run
+    assert run(engine, source, tmp_path / first) == 0 and refusals and len(read(tmp_path / "out")) == 5
 
 
 def test_stdout_has_a_name(engine, tmp_path, capfdbinary):
