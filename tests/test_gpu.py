@@ -5,6 +5,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -145,10 +146,11 @@ def test_a_cached_prefix_changes_no_token(model, params, alone):
     assert engine.stats.cached_tokens > 64
 
 
-def test_recorded_steps_have_the_bits_of_steps_through_python(model):
+def test_recorded_steps_and_steps_ahead_have_the_bits_of_others(model):
     """All logits, while requests end one by one, so that sizes are filled up in different ways."""
-    def logits(replayed: bool):
-        engine = make_engine(model, replayed)
+    def logits(replayed: bool, is_async: bool):
+        engine, nums_in_the_air = make_engine(model, replayed), set()
+        engine.is_async &= is_async
         seen, compute = [], model.logits
         engine.model.logits = lambda h_LD: seen.append(compute(h_LD).clone()) or seen[-1]
         try:
@@ -156,12 +158,15 @@ def test_recorded_steps_have_the_bits_of_steps_through_python(model):
                 engine.submit(prompt, SamplingParams(max_tokens=3 + 2 * i, ignore_eos=True))
             while engine.has_work:
                 engine.step()
+                nums_in_the_air.add(len(engine.flights))
         finally:
             del engine.model.logits
+        assert nums_in_the_air == ({0, 1} if is_async else {0})
         return seen
 
-    recorded, plain = logits(True), logits(False)
-    assert len(recorded) == len(plain) and all(map(torch.equal, recorded, plain))
+    recorded, plain, ahead = logits(True, False), logits(False, False), logits(True, True)
+    for some in (recorded, ahead):
+        assert len(some) == len(plain) and all(map(torch.equal, some, plain))
 
 
 def test_logits_are_near_those_of_the_cpu(path, ops, native_ops):
@@ -192,6 +197,18 @@ def test_float64_through_torch_gives_the_same_tokens_on_a_device(path, params):
         model = load_model(checkpoint, torch.float64, "cuda")
     alone = [tokens(make_engine(model, prefix_cache=False), [prompt], params)[0] for prompt in PROMPTS]
     assert tokens(make_engine(model, max_step_tokens=7), PROMPTS, params) == alone
+
+
+@on_device
+def test_what_is_fetched_waits_for_nothing_that_is_launched_later():
+    ops = gpu.load()
+    ids = torch.arange(5, device="cuda")
+    read = ops.fetch(ids)
+    torch.cuda._sleep(2 * 10**9)  # clock cycles: about a second
+    start_s = time.perf_counter()
+    assert read().tolist() == [0, 1, 2, 3, 4] and time.perf_counter() - start_s < 0.3
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start_s > 0.3
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------
