@@ -281,11 +281,12 @@ class Engine:
         chunks.sort(key=lambda chunk: self._is_rounded(chunk.end - chunk.start))  # those last
         batch, draw = self._pack(chunks), None
         if before is not None:  # where nothing was drawn, -1, the request ends: any token will do
-            batch = replace(batch, token_T=before.id_L.clamp(min=0))
+            batch.token_T[: len(chunks)] = before.id_L.clamp(min=0)
         h_TD, taps = self.replay.forward(batch)
         drawing = [chunk for chunk in chunks if chunk.draws]
         if drawing:
-            draw = start_draw(self.model.logits(h_TD[batch.row_L]), [chunk.draft for chunk in drawing],
+            h_LD = h_TD if len(batch.row_L) == len(h_TD) else h_TD[batch.row_L]
+            draw = start_draw(self.model.logits(h_LD), [chunk.draft for chunk in drawing],
                               [chunk.request.sampler for chunk in drawing], [chunk.end for chunk in drawing],
                               self.model.ops, num_unseen=int(before is not None))
         wait = draw.read if draw else self.model.ops.fetch(batch.row_L)
@@ -365,7 +366,7 @@ class Engine:
         taps = self.drafting.drafter.taps if self.drafting is not None else None
         return Batch.pack(self.cache, [chunk.request.lease.row for chunk in chunks], tokens,
                           [chunk.start for chunk in chunks], row_L, num_exact, taps or (),
-                          [chunk.draft.parents for chunk in chunks])
+                          [chunk.draft.parents for chunk in chunks], self.replay.size(len(chunks), end))
 
     def _extend(self, chunk: Chunk, drawn: Sequence[Drawn | None]) -> Output:
         """Appends what was drawn after a chunk, token by token, until the request ends with one."""

@@ -40,7 +40,7 @@ class Batch:
 
     `ancestors_T` (None: no trees) has bit j set where a row sees its request's j-th new token, itself included: those
     of a request, 64 at most, may form a tree of drafts, parents before children. Others see all before them: all bits.
-    `taps` are layers whose input is wanted.
+    `taps` are layers whose input is wanted. All numbers lie in `number_N`, those of row_L last.
     """
 
     token_T: Tensor
@@ -51,6 +51,7 @@ class Batch:
     starts_S1: Tensor
     lengths_S: Tensor
     row_L: Tensor
+    number_N: Tensor
     num_exact: int | None = None
     ancestors_T: Tensor | None = None
     taps: tuple[int, ...] = ()
@@ -58,9 +59,12 @@ class Batch:
     @staticmethod
     def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
              row_L: Sequence[int], num_exact: int | None = None, taps: tuple[int, ...] = (),
-             parents: Sequence[Sequence[int] | None] = ()) -> "Batch":
+             parents: Sequence[Sequence[int] | None] = (), size: tuple[int, int] | None = None) -> "Batch":
         """Request s computes `tokens[s]` after `pasts[s]` tokens; its page tables are in row `leases[s]`. If its tokens
-        are a tree, parents[s][j] is the one that its token j + 1 follows; else it is None."""
+        are a tree, parents[s][j] is the one that its token j + 1 follows; else it is None.
+
+        It is filled up to `size`, so many requests and tokens, with requests that count for nothing: of length 0, with
+        a token each, and what is left of the tokens the last. Those have slot -1, "none"."""
         ends = [past + len(new) for past, new in zip(pasts, tokens)]
         positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
         slots = [[slot for lease, past, end in zip(leases, pasts, ends) for slot in group.slots(lease, past, end)]
@@ -74,59 +78,53 @@ class Batch:
                     depths, masks = tree_rows(of)
                     positions[start : start + len(depths)] = [past + depth for depth in depths]
                     ancestors[start : start + len(masks)] = masks
+        token_ids, most_pages = list(chain.from_iterable(tokens)), max(map(cache.pages_for, ends))
+        if size is not None and size != (len(leases), len(token_ids)):
+            more_requests, more_tokens = size[0] - len(leases), size[1] - len(token_ids)
+            assert 0 < more_requests <= more_tokens
+            starts += [*range(len(token_ids) + 1, len(token_ids) + more_requests), size[1]]
+            leases, ends = [*leases, *[0] * more_requests], [*ends, *[0] * more_requests]
+            for number_T, number in ((token_ids, 0), (positions, 0), *((slot_T, -1) for slot_T in slots),
+                                     *([] if ancestors is None else [(ancestors, -1)])):
+                number_T += [number] * more_tokens
+        parts = [token_ids, positions, leases, starts, ends, *slots, *([] if ancestors is None else [ancestors]), row_L]
         tables = tuple(group.table for group in cache.groups)
-        batch = Batch(id_tensor(chain.from_iterable(tokens)), id_tensor(positions), tuple(map(id_tensor, slots)),
-                      tables, *map(id_tensor, (leases, starts, ends, row_L)), num_exact,
-                      None if ancestors is None else id_tensor(ancestors), taps)
-        return batch if cache.device.type == "cpu" else batch.to(cache.device, max(map(cache.pages_for, ends)))
+        batch = Batch.of(id_tensor(chain.from_iterable(parts)), list(map(len, parts)), tables, num_exact, taps)
+        return batch if cache.device.type == "cpu" else batch.to(cache.device, most_pages)
+
+    @staticmethod
+    def of(number_N: Tensor, sizes: Sequence[int], tables: tuple[Tensor, ...], num_exact: int | None,
+           taps: tuple[int, ...]) -> "Batch":
+        """Of its numbers: token_T, position_T, lease_S, starts_S1, lengths_S, slots_T, ancestors_T if there are trees,
+        and row_L, so many of each."""
+        token_T, position_T, lease_S, starts_S1, lengths_S, *rest, row_L = torch.split_with_sizes(number_N, sizes)
+        ancestors_T = rest[-1] if len(rest) > len(tables) else None
+        return Batch(token_T, position_T, tuple(rest[: len(tables)]), tables, lease_S, starts_S1, lengths_S, row_L,
+                     number_N, num_exact, ancestors_T, taps)
 
     def to(self, device: torch.device, most_pages: int) -> "Batch":
         """The same on a device, in one copy and one for each group's tables: of these only the rows of its requests,
         as far as somebody has pages."""
-        numbers = self._numbers()
-        token_T, position_T, lease_S, starts_S1, lengths_S, *rest = kernels.sent(
-            torch.cat((*numbers, self.row_L)), device).split([*map(len, numbers), len(self.row_L)])
         tables = []
         for table in self.tables:
-            tables.append(torch.zeros(len(lease_S), table.shape[1], dtype=table.dtype, device=device))
+            tables.append(torch.zeros(len(self.lease_S), table.shape[1], dtype=table.dtype, device=device))
             tables[-1][:, :most_pages] = kernels.sent(table[self.lease_S, :most_pages], device)
-        num_groups = len(self.slots_T)
-        return replace(self, token_T=token_T, position_T=position_T, slots_T=tuple(rest[:num_groups]),
-                       tables=tuple(tables), lease_S=torch.arange(len(lease_S), device=device), starts_S1=starts_S1,
-                       lengths_S=lengths_S, row_L=rest[-1],
-                       ancestors_T=None if self.ancestors_T is None else rest[num_groups])
-
-    def padded(self, num_requests: int, num_tokens: int) -> "Batch":
-        """The same and requests that count for nothing: of length 0, with a token each, and what is left of
-        `num_tokens` the last. Those tokens have slot -1, "none"."""
-        S, T = len(self.lease_S), len(self.token_T)
-        if (S, T) == (num_requests, num_tokens):
-            return self
-        assert 0 < num_requests - S <= num_tokens - T
-        starts = torch.arange(T + 1, T + num_requests - S + 1, device=self.starts_S1.device)  # made there: no waiting
-        starts[-1] = num_tokens
-
-        def longer(x_T: Tensor, number: int) -> Tensor:
-            return F.pad(x_T, (0, num_tokens - T), value=number)
-
-        return replace(
-            self, token_T=longer(self.token_T, 0), position_T=longer(self.position_T, 0),
-            slots_T=tuple(longer(slot_T, -1) for slot_T in self.slots_T),
-            tables=tuple(F.pad(table, (0, 0, 0, max(0, num_requests - len(table)))) for table in self.tables),
-            lease_S=F.pad(self.lease_S, (0, num_requests - S)), starts_S1=torch.cat((self.starts_S1, starts)),
-            lengths_S=F.pad(self.lengths_S, (0, num_requests - S)),
-            ancestors_T=None if self.ancestors_T is None else longer(self.ancestors_T, -1))
+        there = Batch.of(kernels.sent(self.number_N, device), self._sizes(), tuple(tables), self.num_exact, self.taps)
+        return replace(there, lease_S=torch.arange(len(self.lease_S), device=device))
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
         reads."""
-        for ours, theirs in zip(self._numbers() + self.tables, other._numbers() + other.tables, strict=True):
+        num = len(self.number_N) - len(self.row_L)
+        self.number_N[:num].copy_(other.number_N[:num])
+        for ours, theirs in zip(self.tables, other.tables, strict=True):
             if ours is not theirs:  # on a CPU all batches share the cache's own tables
                 ours.copy_(theirs)
 
-    def _numbers(self) -> tuple[Tensor, ...]:
+    def _sizes(self) -> list[int]:
         tree = () if self.ancestors_T is None else (self.ancestors_T,)
-        return (self.token_T, self.position_T, self.lease_S, self.starts_S1, self.lengths_S, *self.slots_T, *tree)
+        parts = self.token_T, self.position_T, self.lease_S, self.starts_S1, self.lengths_S, *self.slots_T, *tree
+        return [*map(len, parts), len(self.row_L)]
 
 
 MOST_ROWS = 64  # of a tree: as many as a mask has bits
@@ -275,7 +273,6 @@ class Model:
         for kv in cache.layers:
             self.ops.move_kv_(kv, from_T[kv.group], to_T[kv.group])
 
-    @torch.inference_mode()
     def logits(self, h_LD: Tensor) -> Tensor:
         """Scores of the next token for hidden rows: logits_LV, in at least float32."""
         return wide(self.output(h_LD))

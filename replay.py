@@ -26,19 +26,16 @@ class Replay:
         self.pads = getattr(model.ops, "pads", False)
         self.recorded: dict[tuple, tuple] = {}  # (requests, tokens, ...) -> recording, its batch, its result
 
-    @torch.inference_mode()
+    def size(self, num_requests: int, num_tokens: int) -> tuple[int, int]:
+        """What a step of so many is filled up to, by Batch.pack."""
+        pads = self.pads and num_tokens <= num_requests + self.MOST_MORE
+        return padded_size(num_requests, num_tokens) if pads else (num_requests, num_tokens)
+
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """What Model.forward gives; it holds until the next step."""
-        num_requests, num_tokens = len(batch.lease_S), len(batch.token_T)
-        is_small = num_tokens <= num_requests + self.MOST_MORE and batch.num_exact is None
+        is_small = len(batch.token_T) <= len(batch.lease_S) + self.MOST_MORE and batch.num_exact is None
         if self.new_recording is None or not is_small:
             return self.model.forward(batch, self.cache)
-        if self.pads:
-            h_TD, taps = self._replayed(batch.padded(*padded_sizes(num_requests, num_tokens)))
-            return h_TD[:num_tokens], [tap_TD[:num_tokens] for tap_TD in taps]
-        return self._replayed(batch)
-
-    def _replayed(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         size = len(batch.lease_S), len(batch.token_T), batch.ancestors_T is not None, batch.taps
         if size not in self.recorded:
             recording = self.new_recording()
@@ -54,8 +51,8 @@ class Replay:
         return result
 
 
-def padded_sizes(num_requests: int, num_tokens: int) -> tuple[int, int]:
-    """The few sizes that steps are filled up to where recording costs much: up to 8 requests powers of two, then
+def padded_size(num_requests: int, num_tokens: int) -> tuple[int, int]:
+    """One of the few sizes that steps are filled up to where recording costs much: up to 8 requests powers of two, then
     multiples of 8; and beyond a token each, drafts in fours. What is filled up has a request of its own."""
     num_more = -(-(num_tokens - num_requests) // 4) * 4
     num_requests += num_requests + num_more > num_tokens

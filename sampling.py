@@ -348,10 +348,10 @@ class Sampler:
             self.count_V[id] += 1
 
 
-def _drawn(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
+def _drawn(id: int, logits_LV: Tensor, row: int, params: SamplingParams) -> Drawn:
     if params.logprobs is None:
         return Drawn(id)
-    logprob_V = torch.log_softmax(logits_V.double(), -1)
+    logprob_V = torch.log_softmax(logits_LV[row].double(), -1)
     top = ()
     if params.logprobs:
         top_ids, logprobs = kernels.largest(logprob_V, min(params.logprobs, len(logprob_V)))
@@ -405,18 +405,18 @@ def accept(draw: Draw, method: str = "coupled", ops=kernels) -> list[list[Drawn 
     Of a tree the path stands that `draw` draws, whatever the method: which of several tokens chosen beforehand is drawn
     is all that there is to judge (each with its own chance, as "rejection" would have it of certain drafts).
     """
-    counts = [len(draft.ids) + 1 for draft in draw.drafts]
-    answers = []
-    for r, (rows_LV, id_L, draft) in enumerate(zip(draw.logits_LV.split(counts), draw.read().split(counts),
-                                                   draw.drafts)):
-        ids, params = id_L.tolist(), draw.samplers[r].params
+    all_ids, answers, first = draw.read().tolist(), [], 0
+    for r, draft in enumerate(draw.drafts):
+        ids, params = all_ids[first : first + len(draft.ids) + 1], draw.samplers[r].params
         # What is certain all methods judge alike.
         if method == "coupled" or params.temperature == 0 or draft.parents is not None:
             kept = [(row, ids[row]) for row in draft.path(ids.__getitem__)]
         else:
+            rows_LV = draw.logits_LV[first : first + len(ids)]
             num_kept, last = _judged(method, rows_LV, draw.rules[r], ids, draft, params.seed, draw.positions[r], ops)
             kept = list(enumerate((*draft.ids[:num_kept], last)))
-        answers.append([_drawn(id, rows_LV[row], params) if id >= 0 else None for row, id in kept])
+        answers.append([_drawn(id, draw.logits_LV, first + row, params) if id >= 0 else None for row, id in kept])
+        first += len(ids)
     return answers
 
 

@@ -22,7 +22,7 @@ from engine import Engine, EngineConfig
 from heads import open_eagle, open_medusa
 from lookahead import Follower, Medusa, TreeShape
 from model import Batch, load_model
-from replay import padded_sizes
+from replay import padded_size
 from run import main
 from sampling import SamplingParams
 from speculative import Manner, Ngram, Trial
@@ -130,7 +130,7 @@ def alone(model, params):
 def test_a_batch_equals_requests_alone(model, params, alone):
     engine = make_engine(model)
     assert tokens(engine, PROMPTS, params) == alone
-    assert engine.replay.recorded and all(size[:2] == padded_sizes(*size[:2]) for size in engine.replay.recorded)
+    assert engine.replay.recorded and all(size[:2] == padded_size(*size[:2]) for size in engine.replay.recorded)
 
 
 @pytest.mark.parametrize("config", [{"max_step_tokens": 7, "num_pages": 6}, {"page_size": 8, "max_requests": 3},
@@ -257,30 +257,34 @@ def test_the_check_times_everything(emulated, monkeypatch):
 
 # Batches -------------------------------------------------------------------------------------------------------------
 
-def test_a_batch_sent_elsewhere_says_the_same(path, emulated):
+def test_a_batch_sent_elsewhere_says_the_same(path, emulated, monkeypatch):
     """As to a device: page tables of its requests alone, in the order of the batch."""
     with open_checkpoint(path) as checkpoint:
         model = load_model(checkpoint, None, ops=emulated)
     engine = make_engine(model)
     for prompt in PROMPTS:
         engine.submit(prompt, GREEDY)
-    batch = engine._pack(sorted(engine.scheduler.plan(512), key=lambda chunk: -len(chunk.request.tokens)))
+    chunks = sorted(engine.scheduler.plan(512), key=lambda chunk: -len(chunk.request.tokens))
+    batch, most_pages = engine._pack(chunks), max(len(prompt) for prompt in PROMPTS) // 16 + 1
     num = len(batch.lease_S)
-    sent = batch.to(torch.device("cpu"), most_pages=max(len(prompt) for prompt in PROMPTS) // 16 + 1)
+    sent = batch.to(torch.device("cpu"), most_pages)
     assert num > 2 and batch.lease_S.tolist() != list(range(num))
     assert sent.lease_S.tolist() == list(range(num)) and len(sent.tables[0]) == num
     here, there = (model.forward(one, engine.cache)[0].clone() for one in (batch, sent))
     assert torch.equal(here, there)
-    padded = sent.padded(8, 300)
-    assert torch.equal(model.forward(padded, engine.cache)[0][: len(here)], here)
-    assert [len(table) for table in padded.tables] == [8] and (padded.slots_T[0][len(here) :] == -1).all()
+    monkeypatch.setattr(engine.replay, "size", lambda *_: (8, 300))
+    padded = engine._pack(chunks)
+    for one in (padded, padded.to(torch.device("cpu"), most_pages)):
+        assert torch.equal(model.forward(one, engine.cache)[0][: len(here)], here)
+        assert (len(one.lease_S), len(one.lengths_S), len(one.token_T)) == (8, 8, 300)
+        assert (one.slots_T[0][len(here) :] == -1).all() and one.starts_S1[-1] == 300
 
 
 @pytest.mark.parametrize("num_requests", range(1, 70))
-def test_padded_sizes_have_room_and_are_few(num_requests):
+def test_padded_size_have_room_and_are_few(num_requests):
     sizes = set()
     for more in range(17):
-        padded = padded_sizes(num_requests, num_requests + more)
+        padded = padded_size(num_requests, num_requests + more)
         requests, tokens = padded[0] - num_requests, padded[1] - num_requests - more
         assert (requests, tokens) == (0, 0) or 0 < requests <= tokens
         assert requests <= max(num_requests, 8)
