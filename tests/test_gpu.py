@@ -2,8 +2,6 @@
 recorded steps or not. Through the emulator everywhere; the same and test_emu's kernels on a device (marker gpu)."""
 
 import inspect
-import shutil
-import subprocess
 import sys
 from functools import partial
 
@@ -45,20 +43,84 @@ on_device = pytest.mark.gpu
 def test_without_a_device_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tiny.write_gguf(tmp_path / "tiny.gguf", quant="q8_0")
-    assert main(["generate", "-m", str(path), "-p", "hi", "--device", "cuda"]) == 1
+    assert main(["generate", "-m", str(path), "-p", "hi", "--device", "cuda"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "--device cpu" in said.err
 
 
-@pytest.mark.parametrize("release, message", [("11.8", "nvcc is of CUDA 11.8 but torch is built for 13.0"),
-                                              (None, "PATH")])
-def test_a_compiler_that_does_not_fit_is_told_in_one_line(monkeypatch, release, message):
+@pytest.mark.parametrize("flag", ["--prefill bfloat16", "--cache-dtype int8", "--cache-dtype float32"])
+def test_flags_without_effect_on_a_device_are_refused_before_anything_is_read(tmp_path, monkeypatch, capsys, flag):
+    monkeypatch.setattr(gpu, "check_device", lambda: None)
+    monkeypatch.setattr(gpu, "load", lambda on_build: pytest.fail("kernels were loaded"))
+    monkeypatch.setattr("model.load_model", lambda *args, **options: pytest.fail("the model was loaded"))
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", quant="q8_0")
+    assert main(["generate", "-m", str(path), "-p", "hi", "--device", "cuda", *flag.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "{} is {} ".format(*flag.split()) in said and "--kernels torch" in said
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """Makes a toolkit of a release, in tmp_path, and has it found."""
+    def make(release: str) -> None:
+        nvcc = tmp_path / "bin/nvcc"
+        nvcc.parent.mkdir()
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+        nvcc.chmod(0o755)
+
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(shutil, "which", lambda name: release and "/bin/nvcc")
-    output = subprocess.CompletedProcess([], 0, f"Cuda compilation tools, release {release}, V{release}")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: output)
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    return make
+
+
+def test_a_compiler_of_another_cuda_is_told_in_one_line(toolkit):
+    toolkit("11.8")
+    with pytest.raises(ValueError, match="nvcc is of CUDA 11.8 but torch is built for 13.0: install one of CUDA 13"):
         gpu.check_compiler()
+
+
+def test_a_compiler_of_a_later_release_of_the_same_cuda_fits(toolkit):
+    toolkit("13.2")
+    gpu.check_compiler()
+
+
+def test_without_a_compiler_one_line_says_so(toolkit):
+    with pytest.raises(ValueError, match="there is no nvcc .*: install the CUDA toolkit 13.0, or use --device cpu$"):
+        gpu.check_compiler()
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch, tmp_path):
+    """As if there were one, of a capability that is returned as a list, to be changed; nothing is built yet."""
+    capability = [9, 0]
+    monkeypatch.setattr(gpu, "check_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: tuple(capability))
+    monkeypatch.setattr(gpu, "build_folder", lambda target: tmp_path / "build" / target)
+    return capability
+
+
+def test_nothing_is_said_or_left_where_it_cannot_be_compiled(toolkit, as_on_a_device, tmp_path):
+    with pytest.raises(ValueError, match="no nvcc"):
+        gpu.load(lambda: pytest.fail("it was told to compile"))
+    as_on_a_device[:] = 7, 5
+    with pytest.raises(ValueError, match="capability 7.5 but the CUDA kernels need 8.0"):
+        gpu.load(lambda: pytest.fail("it was told to compile"))
+    assert [path.name for path in (tmp_path / "build").iterdir()] == [".lock"]
+
+
+def test_it_is_compiled_for_the_device_by_the_compiler_that_was_checked(toolkit, as_on_a_device, monkeypatch, tmp_path):
+    toolkit("13.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0+PTX")
+    given = []
+
+    def compile_extension(settings, **arguments):
+        given.append(settings)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("native.compile_extension", compile_extension)
+    with pytest.raises(ValueError, match="cannot be compiled .enough."):
+        gpu.load()
+    assert given == [{"CUDA_HOME": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "9.0"}]
 
 
 def test_every_kernel_of_the_header_is_in_the_library(emulated):
