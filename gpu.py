@@ -40,8 +40,8 @@ def load(on_build: Callable[[], None] = lambda: None) -> "Cuda":
     check_device()
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
-        raise ValueError(f"the GPU has capability {major}.{minor} but the CUDA kernels need 8.0: use --kernels torch or "
-                         "--device cpu")
+        raise ValueError(f"the GPU has capability {major}.{minor} but the CUDA kernels need 8.0: use --kernels torch "
+                         "or --device cpu")
 
     def start() -> None:
         check_compiler()

@@ -2,8 +2,9 @@
 recorded steps or not. Through the emulator everywhere; the same and test_emu's kernels on a device (marker gpu)."""
 
 import inspect
+import json
 import sys
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -286,18 +287,70 @@ def test_drafts_change_no_token(model, params, alone, drafts_never_rest, tmp_pat
 
 # tools/gpu_check.py --------------------------------------------------------------------------------------------------
 
+SMALL = gpu_check.Sizes(copy_bytes=1 << 20, square=256, rows=4, width=256, context=40, contexts_at_once=(1,),
+                        vocab=320, page=16, models=((1, 64, 64, 2, 1), (2, 64, 64, 2, 1)), head_width=32,
+                        batches=(1, 2), prompt=20, steps=3)
+
+
+@pytest.fixture
+def check(emulated, monkeypatch, tmp_path, capsys):
+    """Runs the whole script on small sizes and gives its status, its document and the table."""
+    monkeypatch.setattr(gpu_check, "REPEATS", 1)
+    monkeypatch.setattr(gpu_check, "AT_LEAST_S", 0)
+    monkeypatch.setattr(gpu_check, "CHECKS", ("--version",))
+
+    def run(**sizes) -> tuple[int, dict, str]:
+        status = gpu_check.main(str(tmp_path / "check.json"), emulated, replace(SMALL, **sizes))
+        return status, json.loads((tmp_path / "check.json").read_text("utf-8")), capsys.readouterr().out
+
+    return run
+
+
 @pytest.mark.slow
-def test_the_check_times_everything(emulated, monkeypatch):
-    monkeypatch.setattr(gpu_check, "best_seconds", partial(gpu_check.best_seconds, repeats=1))
-    sizes = gpu_check.Sizes(copy_bytes=1 << 20, square=256, rows=4, width=256, context=40, contexts_at_once=(1,),
-                            vocab=320, page=16, models=((1, 64, 64, 2, 1),), head_width=32, batches=(1, 2), prompt=20,
-                            steps=3)
-    rows = list(gpu_check.all_rows(gpu_check.measured_limits(emulated, sizes)))
-    names = " ".join(row.name for row in rows)
-    for part in ("rms_norm", "linear q6_k, 16 rows", "linear bf16, 20 rows", "attention, decoding 1 x 40", "draw",
-                 "q4_0, decoding 2", "bf16, prompt of 20"):
-        assert part in names
-    assert all(row.seconds > 0 and row.rate > 0 and row.limit > 0 for row in rows)
+def test_the_check_times_everything(check):
+    status, document, table = check()
+    rows = {row["name"]: row for row in document["rows"]}
+    kernels_timed = ["rms_norm", "silu_mul", "quantize", "embed q8_0", "rope_store", "move_kv", "argmax, 8 x 320",
+                     "draw, top-p, 2 x 320", "attention, decoding 1 x 40",
+                     *(f"linear {name}, {T} rows" for name in ("bf16", *gpu_check.QUANTS) for T in (1, 4, 16))]
+    assert status == 0 and document["checks_passed"] and document["checks"].startswith("pytest")
+    assert all(rows[name]["unit"] == "GB/s" and rows[name]["limit"] == document["copy_gb_per_s"]
+               for name in kernels_timed)
+    models = [(unit, limit, [row for name, row in rows.items() if f"B {dtype}, {work}" in name])
+              for dtype in ("bf16", "q4_0") for work, unit, limit in
+              [(f"decoding {S} ", "GB/s", "copy_gb_per_s") for S in SMALL.batches]
+              + [(f"prompt of {SMALL.prompt} ", "TFLOP/s", "matmul_tflops")]]
+    for unit, limit, of_both in models:
+        assert [(row["unit"], row["limit"]) for row in of_both] == 2 * [(unit, document[limit])]
+    assert {row["goal"] for row in rows.values()} == {None, 0.85, 0.7, 0.55, 0.8}
+    assert "transformers, bf16, decoding 1" in table
+    assert all(row["seconds"] > 0 and row["fraction"] == row["rate"] / row["limit"] > 0 and row["name"] in table
+               for row in rows.values())
+
+
+def test_the_check_goes_on_where_something_fails(check, monkeypatch):
+    def attention(bench):
+        yield bench.memory_row("before", 1, 1)
+        raise RuntimeError("out of memory\nand more")
+
+    for name in ("small_kernels", "products", "draws", "model_rows", "transformers_rows"):
+        monkeypatch.setattr(gpu_check, name, lambda bench, part=name, **options: [gpu_check.Row(part, 1, 1, "", 1)])
+    monkeypatch.setattr(gpu_check, "attention", attention)
+    status, document, table = check(models=((1, 64, 64, 2, 1),))
+    assert status == 1 and "attention" in table and "failed: out of memory\n" in table
+    assert [row["name"] for row in document["rows"]] == [
+        "small_kernels", "products", "before", "attention", "draws", *2 * ["model_rows"], "transformers_rows"]
+    assert document["rows"][3]["error"] == "out of memory" and document["rows"][3]["rate"] is None
+    monkeypatch.setattr(gpu_check, "attention", lambda bench: ())
+    monkeypatch.setattr(gpu_check, "CHECKS", ("--no-such-flag",))
+    status, document, _ = check()
+    assert status == 1 and not document["checks_passed"]
+
+
+def test_the_copy_rate_counts_what_is_read_and_written(emulated, monkeypatch):
+    monkeypatch.setattr(gpu_check, "elapsed_seconds", lambda work, times, ops: 2.0 * times)
+    bench = gpu_check.measured_limits(emulated, replace(SMALL, copy_bytes=3_000_000, square=100))
+    assert bench.copy_gb_per_s == 3e-3 and bench.matmul_tflops == 1e-6
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
