@@ -10,20 +10,21 @@ import pytest
 import tiny
 import torch
 from conftest import ROOT
-from tiny_heads import write_eagle, write_medusa
+from tiny_heads import mtp_tensors, write_eagle, write_medusa
 
+import apart
 import emulator
 import gpu
 import kernels
 from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
-from heads import open_eagle, open_medusa
+from heads import open_eagle, open_medusa, open_mtp
 from lookahead import Follower, Medusa, TreeShape
 from model import Batch, load_model
 from replay import padded_sizes
 from run import main
 from sampling import SamplingParams
-from speculative import Manner, Ngram, Trial
+from speculative import DraftModel, Manner, Ngram, Trial
 from vocab import load_tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -283,6 +284,100 @@ def test_drafts_change_no_token(model, params, alone, drafts_never_rest, tmp_pat
     engine.draft_with(drafters(model, tmp_path)[name])
     assert tokens(engine, PROMPTS, params) == alone
     assert name == "ngram" or engine.sums["drafted_tokens"] > 9
+
+
+# A device's own memory -----------------------------------------------------------------------------------------------
+
+# Each drafter, as chains and as trees, and each way to verify.
+APART = [("eagle1", TreeShape(2, 2), "coupled"), ("eagle3", None, "block")]
+APART += [pytest.param(*some, marks=pytest.mark.slow) for some in (
+    ("eagle1", None, "coupled"), ("eagle3", None, "coupled"), ("eagle3", TreeShape(2, 2), "coupled"),
+    ("mtp", None, "coupled"), ("mtp", TreeShape(2, 2), "coupled"), ("medusa", None, "rejection"),
+    ("medusa", TreeShape(2, 2), "coupled"), ("ngram", None, "coupled"), ("ngram", None, "block"),
+    ("model", None, "coupled"), ("model", None, "rejection"))]
+FEW = tuple((id, 12.0) for id in range(2))  # tokens, so that text repeats itself
+# Drafters that take penalties have logits on the host; these have not.
+UNCHANGED = {"eagle1": SamplingParams(ignore_eos=True, temperature=0.8, seed=5), "mtp": GREEDY}
+# Where drafters wait for the device: for the ids that they draft.
+WAITS = {"speculative.grow", "lookahead.likely"}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A model with a layer for multi-token prediction, heads for it, and a draft model."""
+    folder = tmp_path_factory.mktemp("stored")
+    tensors = tiny.tiny_tensors(CONFIG) | mtp_tensors(CONFIG)
+    tiny.write_safetensors(folder / "model", "llama", tensors=tensors, num_hidden_layers=3, num_nextn_predict_layers=1)
+    write_eagle(folder / "eagle1", CONFIG, 1)
+    write_eagle(folder / "eagle3", CONFIG, 3, draft_vocab=200, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    write_medusa(folder / "medusa", CONFIG, 4)
+    tiny.write_gguf(folder / "draft.gguf", quant="q8_0", num_hidden_layers=1)
+    return folder
+
+
+def drafted(kind, device, stored, name, shape, verify) -> tuple[list, int]:
+    """Tokens and log-probabilities of the prompts with that drafter, and how many tokens it drafted."""
+    ops, dtype, draft_dtype = kernels, torch.float64, torch.float64
+    if kind == "cuda":
+        ops, dtype, draft_dtype = emulator.load(), torch.bfloat16, None
+        ops.device = device
+    manner = Manner(verify == "coupled", verify != "coupled")
+    with open_checkpoint(stored / "model") as checkpoint, open_checkpoint(stored / "draft.gguf") as draft:
+        model = load_model(checkpoint, dtype, device, 128, ops)
+        engine = make_engine(model, num_pages=40, max_step_tokens=24, verify=verify)
+        if name == "ngram":
+            drafter = Ngram()
+        elif name == "model":
+            drafter = DraftModel(name, lambda: load_model(draft, draft_dtype, device, ops=ops), model.config.vocab, 40,
+                                 16, 8, manner)
+        elif name == "medusa":
+            drafter = Medusa(open_medusa(stored / name, model), model, shape, manner)
+        else:
+            network = open_mtp(checkpoint, model) if name == "mtp" else open_eagle(stored / name, model)
+            drafter = Follower(network, model, shape, manner)
+        drafter.sure = 0
+        engine.draft_with(drafter)
+        params = UNCHANGED.get(name, replace(SAMPLED, logit_bias=FEW, min_tokens=2))
+        completions = engine.generate(PROMPTS[1:3], replace(params, max_tokens=12, logprobs=1))
+        return [(c.token_ids, c.logprobs) for c in completions], engine.sums["drafted_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name, shape, verify", APART, ids=str)
+def test_nothing_of_the_host_meets_the_device(stored, drafts_never_rest, monkeypatch, kind, name, shape, verify):
+    """Nor does a step wait for the device outside of operations and the draw, or a drafter but for ids. (Reading
+    weights does.)"""
+    monkeypatch.setattr("engine.free_memory_bytes", lambda device: 10**9)
+    plain = drafted(kind, torch.device("cpu"), stored, name, shape, verify)
+    with apart.Apart() as memory:
+        assert drafted(kind, apart.DEVICE, stored, name, shape, verify) == plain
+    assert plain[1] > 9 and memory.waits.total() > 9
+    waits = [where.split(".") for where in memory.waits]
+    assert {f"{module}.{function}" for module, function in waits
+            if module not in ("gpu", "kernels", "sampling", "weights") and function != "__init__"} <= WAITS
+
+
+def test_what_meets_and_what_waits_is_seen():
+    with apart.Apart() as memory:
+        host_T, far_T = torch.arange(3), torch.arange(3, device=apart.DEVICE)
+        assert [x.device.type for x in (host_T, far_T, far_T * 2, far_T.split(2)[1], far_T.cpu())] == [
+            "cpu", "cuda", "cuda", "cuda", "cpu"]
+        assert torch.equal(host_T, far_T.cpu()) and (far_T + 1.5).max() == 3.5
+        for meet in (lambda: far_T + host_T, lambda: far_T[host_T], lambda: torch.cat([host_T, far_T]),
+                     lambda: far_T.index_select(0, host_T), lambda: far_T.__setitem__(host_T, 0)):
+            with pytest.raises(AssertionError, match="a tensor of the host"):
+                meet()
+        assert far_T.to("cpu", non_blocking=True).tolist() == [0, 1, 2] and memory.waits.total() == 3
+        for wait in (far_T.tolist, far_T[1].item, lambda: far_T[far_T > 0], lambda: int(far_T[2]), far_T.cpu,
+                     lambda: host_T.to(apart.DEVICE), lambda: far_T.copy_(host_T), lambda: host_T.copy_(far_T)):
+            before = memory.waits.total()
+            wait()
+            assert memory.waits.total() == before + 1
+        for go_on in (lambda: far_T[1:], lambda: far_T.copy_(host_T, non_blocking=True), lambda: far_T.fill_(2),
+                      lambda: host_T.tolist(), lambda: host_T.pin_memory().to(apart.DEVICE, non_blocking=True)):
+            before = memory.waits.total()
+            go_on()
+            assert memory.waits.total() == before
 
 
 # tools/gpu_check.py --------------------------------------------------------------------------------------------------
