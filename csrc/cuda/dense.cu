@@ -1,9 +1,10 @@
 // dense_cuda: y = x W^T on weights in bfloat16 as they lie in a file, for one to 16 rows; more are torch's business.
 //
 // Bound by memory: T operations a byte. Each weight is read once, by 16-byte loads of which a warp has eight in flight
-// (4 KB) while it computes on the eight before; x is rounded to bfloat16 on its way. Products are those of mma.m16n8k16, weights as the 16 rows and rows of x
-// as the 8 columns. Which input is which of a product's 16 is for us to say, if both operands say the same: so lane l
-// takes inputs 8 (l % 4) to 8 (l % 4) + 7 of each 32, one run of bytes, for two products.
+// (4 KB) while it computes on the eight before; x is rounded to bfloat16 on its way. Products are those of
+// mma.m16n8k16, weights as the 16 rows and rows of x as the 8 columns. Which input is which of a product's 16 is for us
+// to say, if both operands say the same: so lane l takes inputs 8 (l % 4) to 8 (l % 4) + 7 of each 32, one run of
+// bytes, for two products.
 // The 8 warps of a block share out the inputs of 16 outputs in segments of 128, whose sums are added in ascending
 // order: the bits do not depend on T.
 #include "common.cuh"
