@@ -28,7 +28,8 @@ from kernels import KV
 from quant import FORMATS
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off")  # fused multiply-adds only where a kernel says so
+# Fused multiply-adds only where a kernel says so. The C++ standard is cpp_extension's: what torch's own headers need.
+FLAGS = ("-O3", "-ffp-contract=off")
 NAME = "quire_native"
 UNFINISHED = "unfinished-"  # how folders' names begin while somebody compiles into them
 

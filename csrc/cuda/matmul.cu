@@ -9,8 +9,8 @@
 //
 // Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each
 // weight is read once: a warp has a segment in flight, scales and all (2.3 KB), while it computes on the one before. x
-// is read again for each 16 outputs, 11 bytes an input for 8 rows beside 9 of weights, from the first cache as far as it
-// has room: weights do not take any. No shared memory but for the segments' sums.
+// is read again for each 16 outputs, 11 bytes an input for 8 rows beside 9 of weights, from the first cache as far as
+// it has room: weights do not take any. No shared memory but for the segments' sums.
 // More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x 64 weights and 64 x 64 numbers of x come into
 // shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64 operations for 10 KB read, 100 a byte. The two
 // fmas that scale a sum of 32 products bound it beside the tensor cores.
