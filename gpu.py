@@ -207,6 +207,7 @@ class Cuda:
     def new_recorder(self) -> Callable[[], Recording | Graph]:
         if self.is_emulated:
             return partial(Recording, self)
+        torch.cuda.current_blas_handle()  # made now: inside a graph that is captured it could not be
         return partial(Graph, torch.cuda.graph_pool_handle())
 
     def call(self, name: str, *arguments) -> None:
