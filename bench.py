@@ -95,8 +95,8 @@ WORKLOADS = (
 STALL, STARTUP, DRAFT = "stall", "startup", "draft"   # workloads that are measured by themselves
 DRAFT_TOKENS = 128
 NOT_BY_DEFAULT = ("mixed",)   # takes longer than all the others
-HEADER = (f"{'name':<10}{'variant':<13}{'engine':<14}{'batch':>6}{'prompt':>8}{'answer':>8}{'tokens/s':>12}{'stdev':>9}"
-          f"{'of limit':>10}")
+HEADER = (f"{'name':<8}{'variant':<13}{'engine':<13}{'batch':>6}{'prompt':>7}{'answer':>7}{'tokens/s':>10}{'stdev':>7}"
+          f"{'of limit':>9}")  # 80 columns; what more there is to say of a row stands below it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,20 +167,24 @@ def measurements(args, engine: Engine, limits: dict, peers: Sequence[Peer]) -> I
 
 
 def table_row(result: dict) -> str:
-    head = (f"{result['name']:<10}{result.get('variant', ''):<13}{result['engine']:<14}{result['batch']:>6}"
-            f"{result['prompt_tokens']:>8}{result['generated_tokens']:>8}")
+    head = (f"{result['name']:<8}{result.get('variant', ''):<13}{result['engine']:<13}{result['batch']:>6}"
+            f"{result['prompt_tokens']:>7}{result['generated_tokens']:>7}")
     if not result["repeats"]:
-        return f"{head}  failed: {result['error']}"
+        return f"{head}\n    failed: {result['error']}"
     if "seconds" in result:
-        rate, stdev, verb = f"{result['seconds']:.2f} s", f"{result['stdev']:.2f}", " takes"
+        rate, stdev, verb = f"{result['seconds']:.2f} s", f"{result['stdev']:.2f}", "takes"
     else:
-        rate, stdev, verb = f"{result['tokens_per_s']:.1f}", f"{result['stdev']:.1f}", ""
-    ratio = f"  quire{verb} {result['quire_ratio']:.2f} x" if "quire_ratio" in result else ""
+        rate, stdev, verb = f"{result['tokens_per_s']:.1f}", f"{result['stdev']:.1f}", "does"
     fraction = "-" if result["limit_fraction"] is None else f"{result['limit_fraction']:.0%}"
-    failed = f"  {result['failed']} runs failed: {result['error']}" if result["failed"] else ""
-    stall = (f"  95 % of steps within {result['p95_ms']:.0f} ms, without the prompt {result['p95_ms_without']:.0f}"
-             if "p95_ms" in result else "")
-    return f"{head}{rate:>12}{stdev:>9}{fraction:>10}{ratio}{stall}{failed}"
+    notes = []
+    if "quire_ratio" in result:
+        notes.append(f"quire {verb} {result['quire_ratio']:.2f} x as much")
+    if "p95_ms" in result:
+        notes.append(f"95 % of steps within {result['p95_ms']:.0f} ms, without the prompt "
+                     f"{result['p95_ms_without']:.0f}")
+    if result["failed"]:
+        notes.append(f"{result['failed']} runs failed: {result['error']}")
+    return "\n    ".join([f"{head}{rate:>10}{stdev:>7}{fraction:>9}", *notes])
 
 
 def points(results: Sequence[dict]) -> list[view.Point]:

@@ -1,7 +1,7 @@
-"""The step loop: plan, pack, forward, draw, commit; and the text that comes of it.
+"""The step loop: plan, pack, forward, draw, commit; on a device, a step is launched before the one before has landed.
 
-Owns a request's way from submission to its last piece of text, stop strings included. The parts it joins (scheduler,
-cache, model, sampling, tokenizer) do not know each other. Start at `Engine.submit` and `Engine.step`.
+Owns a request's way from submission to its last piece of text, and the steps in the air. The parts it joins (scheduler,
+cache, model, sampling, writer) do not know each other. Start at `Engine.submit` and `Engine.step`.
 
     engine = Engine(model, EngineConfig(), tokenizer)
     for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvcache import Cache, KVSpec, Lease, free_memory_bytes
 from model import Batch, Model
 from replay import Replay
-from sampling import Drawn, Sampler, SamplingParams, accept, chances
+from sampling import Draw, Drawn, Sampler, SamplingParams, accept, chances, start_draw
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from speculative import Drafter, Drafting, note_chances
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Tokenizer
+from writer import Writer
 
 DEFAULT_CACHE_BYTES = 4 * 10**9
 FREE_MEMORY_SHARE = 0.4
@@ -92,8 +94,8 @@ class Completion:
 class Stats:
     """What the engine has done since it was made, and what its cache holds now."""
 
-    steps: int
-    computed_tokens: int  # through the model, recomputation included
+    steps: int  # that landed: one of which nobody waits for anything any more does not
+    computed_tokens: int  # through the model by them, recomputation included
     prompt_tokens: int  # of requests that have ended
     cached_tokens: int  # of those, found in the prefix cache
     output_tokens: int
@@ -103,6 +105,23 @@ class Stats:
     cached_pages: int  # held by nobody, to be found again
     held_pages: int
     shared_pages: int  # of those, by more than one request
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step that was launched and has not landed: a device may be computing it still."""
+
+    chunks: list[Chunk]
+    drawing: list[Chunk]  # those after which a token is drawn
+    draw: Draw | None  # theirs
+    wait: Callable[[], object]  # until it is computed
+    h_TD: Tensor
+    taps: list[Tensor]
+    start_s: float
+    proposing_s: float  # what drafting took before
+    is_committed: bool = False
+    drawn: list[list[Drawn | None]] | None = None  # once it is computed, as is
+    seconds: float = 0.0  # what it took, from landing to landing where it was launched before
 
 
 class Engine:
@@ -127,6 +146,9 @@ class Engine:
         self.drafting: Drafting | None = None
         if drafter is not None:
             self.draft_with(drafter)
+        self.is_async = getattr(model.ops, "is_async", False)
+        self.flights: list[Flight] = []  # at most two; the tokens of the first are all known
+        self.landed_s = 0.0  # when the last one before them did
         self.sums = Counter()
         self.num_submitted = 0
         # Given the engine and what each step did, as `--trace` writes it.
@@ -217,45 +239,90 @@ class Engine:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Computes one ragged batch; returns what it added to each request that got something."""
-        start_s = time.perf_counter()
+        """Computes one ragged batch; returns what it added to each request that got something. Where the operations
+        work on their own, as a device does, the next one is launched before this one's tokens are read, if it can be
+        told what it is."""
+        now = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
-                   if request.deadline_s is not None and start_s >= request.deadline_s]
-        if self.drafting is not None:
-            self._propose()
-        proposed_s = time.perf_counter()
-        chunks = self.scheduler.plan(self.config.max_step_tokens)
-        if not chunks:
-            return outputs
+                   if request.deadline_s is not None and now >= request.deadline_s]
+        if not self.flights:
+            if self.drafting is not None:
+                self._propose()
+            proposing_s = time.perf_counter() - now
+            chunks = self.scheduler.plan(self.config.max_step_tokens)
+            if not chunks:
+                return outputs
+            self.flights.append(self._launch(chunks, now, proposing_s))
+        flight = self.flights[0]
+        if not flight.is_committed:  # all of its tokens are known, and nothing overtakes what has been launched
+            for chunk in flight.chunks:
+                if chunk.request in self.writers:
+                    self.scheduler.commit(chunk)
+            flight.is_committed = True
+        if len(self.flights) == 1 and (chunks := self._chunks_after(flight)):
+            self.flights.append(self._launch(chunks, now, before=flight.draw))
+        return outputs + self._land(flight)
+
+    def _chunks_after(self, flight: Flight) -> list[Chunk]:
+        """What to launch while a step is in the air: nothing where that depends on the tokens which it draws."""
+        if not self.is_async or self.drafting is not None:
+            return []
+        if flight.draw is None:
+            return self.scheduler.plan(self.config.max_step_tokens)
+        # Penalties look at the token before, log-probabilities would be computed behind the next step.
+        if all(chunk.request in self.writers and self._room(chunk.request) > 1 and chunk.request.logprobs is None
+               and not chunk.request.sampler.remembers for chunk in flight.chunks):
+            return self.scheduler.plan_ahead(flight.chunks)
+        return []
+
+    def _launch(self, chunks: list[Chunk], start_s: float, proposing_s: float = 0.0,
+                before: Draw | None = None) -> Flight:
+        """Has a step computed. Tokens that no request has yet are those that are drawn `before`, in the same order."""
         chunks.sort(key=lambda chunk: self._is_rounded(chunk.end - chunk.start))  # those last
-        drawing = [chunk for chunk in chunks if chunk.draws]
-        batch = self._pack(chunks)
+        batch, draw = self._pack(chunks), None
+        if before is not None:  # where nothing was drawn, -1, the request ends: any token will do
+            batch = replace(batch, token_T=before.id_L.clamp(min=0))
         h_TD, taps = self.replay.forward(batch)
-        drawn: list[list[Drawn | None]] = []
+        drawing = [chunk for chunk in chunks if chunk.draws]
         if drawing:
-            logits_LV = self.model.logits(h_TD[batch.row_L])
-            drafts, samplers = [chunk.draft for chunk in drawing], [chunk.request.sampler for chunk in drawing]
-            drawn = accept(logits_LV, drafts, samplers, [chunk.end for chunk in drawing], self.config.verify,
-                           self.model.ops)
-            if self.config.draft_chances:
-                note_chances(drawing, drawn, chances(logits_LV, drafts, samplers, self.model.ops))
-        if self.drafting is not None:
-            moves = self.drafting.follow(chunks, dict(zip(drawing, drawn)), h_TD, taps)
-            if moves:
-                self.model.move_(self.cache, *self.cache.slots(moves))
-        for chunk in chunks:
-            self.scheduler.commit(chunk)
-        seconds = time.perf_counter() - start_s
-        if self.drafting is not None:
-            self.drafting.observe(chunks, 1000 * seconds, sum(map(len, drawn)))
-        self.scheduler.observe(chunks, 1000 * (time.perf_counter() - proposed_s))
-        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start + chunk.num_drafted for chunk in chunks),
-                         drafted_tokens=sum(chunk.num_drafted for chunk in chunks))
-        trace = self.on_step and self._trace(chunks, seconds)
-        outputs += [self._extend(chunk, tokens) for chunk, tokens in zip(drawing, drawn)]
+            draw = start_draw(self.model.logits(h_TD[batch.row_L]), [chunk.draft for chunk in drawing],
+                              [chunk.request.sampler for chunk in drawing], [chunk.end for chunk in drawing],
+                              self.model.ops, num_unseen=int(before is not None))
+        wait = draw.read if draw else self.model.ops.fetch(batch.row_L)
+        return Flight(chunks, drawing, draw, wait, h_TD, taps, start_s, proposing_s)
+
+    def _land(self, flight: Flight) -> list[Output]:
+        """Waits for the oldest step and gives its tokens to their requests. An interrupt leaves it in the air, and what
+        it kept from being done to the next call."""
+        if flight.drawn is None:
+            self._judge(flight)
+        trace = self.on_step and self._trace(flight)
+        outputs = [self._extend(chunk, tokens) for chunk, tokens in zip(flight.drawing, flight.drawn)
+                   if chunk.draws and chunk.request in self.writers]  # others have ended since it was launched
+        self.flights = [other for other in self.flights if other is not flight]
         if trace:
             self.on_step(self, trace)  # last: whatever comes of it, the step is complete
         return outputs
+
+    def _judge(self, flight: Flight) -> None:
+        """Waits for what a step drew, shows it to those who learn from it, and notes how long it took."""
+        chunks, drawing, draw, drawn = flight.chunks, flight.drawing, flight.draw, []
+        flight.wait()
+        if draw is not None:
+            drawn = accept(draw, self.config.verify, self.model.ops)
+            if self.config.draft_chances:
+                note_chances(drawing, drawn, chances(draw.logits_LV, draw.drafts, draw.samplers, self.model.ops))
+        if self.drafting is not None:
+            moves = self.drafting.follow(chunks, dict(zip(drawing, drawn)), flight.h_TD, flight.taps)
+            if moves:
+                self.model.move_(self.cache, *self.cache.slots(moves))
+        start_s, self.landed_s = max(flight.start_s, self.landed_s), time.perf_counter()
+        flight.drawn, flight.seconds = drawn, self.landed_s - start_s
+        if self.drafting is not None:
+            self.drafting.observe(chunks, 1000 * flight.seconds, sum(map(len, drawn)))
+        self.scheduler.observe(chunks, 1000 * (flight.seconds - flight.proposing_s))
+        self.sums.update(steps=1, computed_tokens=sum(chunk.end - chunk.start + chunk.num_drafted for chunk in chunks),
+                         drafted_tokens=sum(chunk.num_drafted for chunk in chunks))
 
     @property
     def stats(self) -> Stats:
@@ -267,7 +334,7 @@ class Engine:
                      cached_pages=len(pool.cached), held_pages=sum(n > 0 for n in pool.holders),
                      shared_pages=sum(n > 1 for n in pool.holders))
 
-    def _trace(self, chunks: list[Chunk], seconds: float) -> dict:
+    def _trace(self, flight: Flight) -> dict:
         """One line of a trace. Requests that wait have no tokens; `prompt` and `cached` are theirs in all."""
         def entry(request: Request, num_tokens: int, num_drafted: int = 0) -> dict:
             return {"id": request.id, "class": request.class_name, "computed": num_tokens, "done": request.num_computed,
@@ -276,8 +343,8 @@ class Engine:
 
         stats = self.stats
         waiting = [request for line in self.scheduler.lines.values() for request in line.waiting]
-        return {"step": stats.steps, "ms": round(1000 * seconds, 3),
-                "requests": [entry(chunk.request, chunk.end - chunk.start, chunk.num_drafted) for chunk in chunks],
+        computed = [entry(chunk.request, chunk.end - chunk.start, chunk.num_drafted) for chunk in flight.chunks]
+        return {"step": stats.steps, "ms": round(1000 * flight.seconds, 3), "requests": computed,
                 "waiting": [entry(request, 0) for request in waiting],
                 "pages": {"free": stats.free_pages, "cached": stats.cached_pages, "held": stats.held_pages,
                           "shared": stats.shared_pages}}
@@ -286,7 +353,8 @@ class Engine:
         return self.config.prefill == "bfloat16" and num_tokens >= LARGE_CHUNK
 
     def _pack(self, chunks: list[Chunk]) -> Batch:
-        tokens = [[*chunk.request.tokens[chunk.start : chunk.end], *chunk.draft.ids] for chunk in chunks]
+        # In place of a token that the request does not have yet there is 0.
+        tokens = [[*(chunk.request.tokens[chunk.start : chunk.end] or [0]), *chunk.draft.ids] for chunk in chunks]
         row_L, end, num_exact = [], 0, None
         for chunk in chunks:
             if num_exact is None and self._is_rounded(chunk.end - chunk.start):
@@ -322,8 +390,7 @@ class Engine:
             request.pieces.append(piece)
             text += piece
             reason = "stop" if stopped else None
-            limit = request.params.max_tokens
-            if not stopped and (request.num_output == limit or len(request.tokens) == self.most_tokens(request)):
+            if not stopped and self._room(request) < 1:
                 reason = "length"
             if reason:
                 break
@@ -334,13 +401,13 @@ class Engine:
     def _propose(self) -> None:
         """Has drafts proposed for all who decode, of no more tokens than they may still get."""
         decoding = [request for request in self.scheduler.running if request.want == 1]
-        rooms = []
-        for request in decoding:
-            room = self.most_tokens(request) - len(request.tokens)
-            if request.params.max_tokens is not None:
-                room = min(room, request.params.max_tokens - request.num_output)
-            rooms.append(max(0, room - 1))
+        rooms = [max(0, self._room(request) - 1) for request in decoding]
         self.drafting.propose(decoding, rooms, self.scheduler.pace)
+
+    def _room(self, request: Request) -> int:
+        """Tokens that it may still get."""
+        room, limit = self.most_tokens(request) - len(request.tokens), request.params.max_tokens
+        return room if limit is None else min(room, limit - request.num_output)
 
     def most_tokens(self, request: Request) -> int:
         """Prompt and answer together: what its class allows, and what there is room for."""
@@ -364,6 +431,8 @@ class Engine:
         request.finished_s = time.perf_counter()
         if request.admitted_s is not None:
             self.sums.update(prompt_tokens=request.num_prompt, cached_tokens=request.num_cached)
+        # A step of which nobody waits for anything any more need not land.
+        self.flights = [flight for flight in self.flights if any(c.request in self.writers for c in flight.chunks)]
         return Output(request, text + rest, list(token_ids))
 
     # ---- for Python programs ------------------------------------------------------------------------------------
@@ -398,7 +467,7 @@ class Engine:
         finally:
             self.abort(request)
 
-    def logits(self, ids: Sequence[int], first: int = 0) -> torch.Tensor:
+    def logits(self, ids: Sequence[int], first: int = 0) -> Tensor:
         """Logits (len(ids) - first, V) after each of the tokens from place `first` on, of one sequence computed in
         chunks; nothing is drawn and nothing stays in the cache. The engine must be idle."""
         ids = self._token_ids(ids)
@@ -445,49 +514,3 @@ def count_pages(config: EngineConfig, specs: Sequence[KVSpec], dtype: torch.dtyp
         raise ValueError(f"the cache has {num_bytes / 1e9:.6f} GB but one page of {config.page_size} tokens needs "
                          f"{page_bytes / 1e9:.6f}: raise --cache-memory or lower --page-size")
     return num_pages
-
-
-class Writer:
-    """One request's ids to text: held back while it may be the start of a stop string, cut where one is complete.
-
-    The stop string that is complete first ends the answer, the longest if several are; so the answer does not depend
-    on how the text is cut into tokens. Tokens before `min_tokens` are not searched.
-    """
-
-    def __init__(self, stream: TextStream | None, params: SamplingParams, end_ids: set[int]):
-        self.stream, self.params, self.end_ids = stream, params, end_ids
-        self.held = ""  # searched, not given out
-
-    def write(self, id: int, num_output: int) -> tuple[str, bool]:
-        """Takes the answer's `num_output`th token: the text that is now certain, and whether the answer ends here."""
-        ends = id in self.end_ids
-        if self.stream is None or ends and not self.params.include_stop:
-            return "", ends
-        text = self.stream.push(id)
-        if num_output <= self.params.min_tokens or not self.params.stop:
-            return text, ends
-        text, stopped = self._search(text)
-        return text, stopped or ends
-
-    def _search(self, new: str) -> tuple[str, bool]:
-        text = self.held + new
-        ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self.params.stop if stop in text]
-        if ends:
-            end, minus_length = min(ends)
-            self.held, self.stream = "", None
-            return text[: end if self.params.include_stop else end + minus_length], True
-        num_held = max(_overlap(text, stop) for stop in self.params.stop)
-        self.held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
-
-    def close(self) -> str:
-        """What was held back, once no more tokens come."""
-        if self.stream is None:
-            return ""
-        text, stopped = self._search(self.stream.finish()) if self.params.stop else (self.stream.finish(), False)
-        return text if stopped else text + self.held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, and is not all of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kernels
 import native
-from kernels import KV, DrawRules
+from kernels import KV, DrawRules, sent
 from quant import FORMATS
 
 SOURCES = native.SOURCES / "cuda"
@@ -197,6 +197,7 @@ class Cuda:
     """The operations of kernels.py on CUDA kernels."""
 
     pads = True  # a step's sizes, before it is recorded: a graph is costly, and wants fixed sizes
+    is_async = True  # calls return before their work is done: the next step may be launched before this one's ids come
 
     def __init__(self, library: ctypes.CDLL, device: str):
         self.device = torch.device(device)
@@ -391,24 +392,39 @@ class Cuda:
         return id_L
 
     def draw(self, x_LV: Tensor, rules: Sequence[DrawRules], keys: Sequence[int]) -> Tensor:
-        """On the host: the one thing that a step waits for."""
+        """On the device: `fetch` brings them. What is sent for it may be dropped on return, since torch gives memory of
+        the device only to work that comes after the draw."""
         L, V = x_LV.shape
         id_L = self.fresh(L, dtype=torch.int64)
         kept: list[Tensor] = []
         rows = b"".join(self.rules_row(row, key, kept) for row, key in zip(rules, keys, strict=True))
         if len(rows) != L * RULES.size or any(row.vocab > V for row in rules):
             raise ValueError(f"draw: {L} rows of {V} logits need as many rules, of no more ids")
-        rules_L = torch.frombuffer(bytearray(rows or bytes(1)), dtype=torch.uint8).to(self.device)
+        rules_L = sent(torch.frombuffer(bytearray(rows or bytes(1)), dtype=torch.uint8), self.device)
         workspace = self.fresh(self.size("draw_bytes", L, V), dtype=torch.uint8)
         self.call("draw", id_L, x_LV, rules_L, workspace, L, V)
-        return id_L.cpu()
+        return id_L
+
+    def fetch(self, x: Tensor) -> Callable[[], Tensor]:
+        """Waits for what was launched before, and for nothing that is launched after: the copy is under way by then."""
+        if self.is_emulated:
+            return x.cpu
+        here, done = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+        here.copy_(x, non_blocking=True)
+        done.record()
+
+        def read() -> Tensor:
+            done.synchronize()
+            return here
+
+        return read
 
     def rules_row(self, rules: DrawRules, key: int, kept: list[Tensor]) -> bytes:
         """kernels.h's DrawRules in device memory; the tensors that it points to are `kept`."""
         def pointer(tensor: Tensor | None) -> int:
             if tensor is None:
                 return 0
-            kept.append(tensor.to(self.device))
+            kept.append(sent(tensor, self.device))
             return kept[-1].data_ptr()
 
         if rules.bias_ids is not None and not all(0 <= id < rules.vocab for id in rules.bias_ids.tolist()):

@@ -57,6 +57,17 @@ def copy(x_TD: Tensor) -> Tensor:
     return x_TD.clone()
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """The same numbers on a device, without waiting for what it does. They come from a copy in pinned memory, which
+    torch gives to nobody else before they have arrived: the caller may change or drop its own at once."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def fetch(x: Tensor) -> Callable[[], Tensor]:
+    """Starts to bring numbers to the host: called, the result waits for them and gives them there."""
+    return x.cpu
+
+
 def argmax(x_LV: Tensor) -> Tensor:
     """The lowest id of the greatest number in each row: id_L int64; -1 for a row with a number that is not finite."""
     return torch.where(torch.isfinite(x_LV).all(-1), x_LV.argmax(-1), -1)

@@ -286,8 +286,8 @@ class Cache:
     def slots(self, moves: Sequence[tuple[int, int, int]]) -> list[list[torch.Tensor]]:
         """For moves (row of the page table, place, other place), of each group: the slots of all places, and of all the
         other ones."""
-        return [[sent(torch.tensor([group.slots(move[0], move[i], move[i] + 1)[0] for move in moves]), self.device)
-                 for group in self.groups] for i in (1, 2)]
+        return [[kernels.sent(torch.tensor([group.slots(move[0], move[i], move[i] + 1)[0] for move in moves]),
+                              self.device) for group in self.groups] for i in (1, 2)]
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
         """Publishes the lease's pages that `num_computed` tokens have filled since the last call."""
@@ -340,11 +340,6 @@ class Cache:
         for offset in range(0, len(raw), nbytes):
             key = blake2b(key + raw[offset : offset + nbytes], digest_size=16).digest()
             lease.keys.append(key)
-
-
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, without waiting for what the device is at."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def free_memory_bytes(device: str | torch.device = "cpu") -> int:

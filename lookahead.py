@@ -15,8 +15,8 @@ from torch import Tensor
 
 import kernels
 from heads import MedusaHead, Network
-from kernels import DrawRules
-from kvcache import Cache, sent
+from kernels import DrawRules, sent
+from kvcache import Cache
 from model import MOST_ROWS, Batch, Model, id_tensor
 from sampling import NO_DRAFT, Draft, noise_key
 from scheduler import Request

@@ -26,7 +26,7 @@ import kernels
 from checkpoint import Checkpoint
 from families import ModelConfig, RopeConfig
 from kernels import KV
-from kvcache import Cache, KVSpec, sent
+from kvcache import Cache, KVSpec
 from weights import Weights
 
 
@@ -83,13 +83,13 @@ class Batch:
     def to(self, device: torch.device, most_pages: int) -> "Batch":
         """The same on a device, in one copy and one for each group's tables: of these only the rows of its requests,
         as far as somebody has pages."""
-        numbers = (*self._numbers(), self.row_L)
-        token_T, position_T, lease_S, starts_S1, lengths_S, *rest = sent(torch.cat(numbers), device).split(
-            [*map(len, numbers)])
+        numbers = self._numbers()
+        token_T, position_T, lease_S, starts_S1, lengths_S, *rest = kernels.sent(
+            torch.cat((*numbers, self.row_L)), device).split([*map(len, numbers), len(self.row_L)])
         tables = []
         for table in self.tables:
             tables.append(torch.zeros(len(lease_S), table.shape[1], dtype=table.dtype, device=device))
-            tables[-1][:, :most_pages] = sent(table[self.lease_S, :most_pages], device)
+            tables[-1][:, :most_pages] = kernels.sent(table[self.lease_S, :most_pages], device)
         num_groups = len(self.slots_T)
         return replace(self, token_T=token_T, position_T=position_T, slots_T=tuple(rest[:num_groups]),
                        tables=tuple(tables), lease_S=torch.arange(len(lease_S), device=device), starts_S1=starts_S1,
@@ -103,7 +103,7 @@ class Batch:
         if (S, T) == (num_requests, num_tokens):
             return self
         assert 0 < num_requests - S <= num_tokens - T
-        starts = torch.arange(T + 1, T + num_requests - S + 1, device=self.starts_S1.device)
+        starts = torch.arange(T + 1, T + num_requests - S + 1, device=self.starts_S1.device)  # made there: no waiting
         starts[-1] = num_tokens
 
         def longer(x_T: Tensor, number: int) -> Tensor:

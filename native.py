@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import KV
+from kernels import KV, fetch
 from quant import FORMATS
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -140,7 +140,7 @@ class Native:
         self.embed, self.rms_norm, self.silu_mul = module.embed, module.rms_norm, module.silu_mul
         self.copy, self.first_outputs = module.copy, module.first_outputs
         self.linear, self.linear_add_ = module.linear, module.linear_add_
-        self.draw, self.distribution = module.draw, module.distribution
+        self.draw, self.distribution, self.fetch = module.draw, module.distribution, fetch
         self.set_threads, self.set_isa = module.set_threads, module.set_isa
         self.new_recorder = lambda: partial(module.Recording, module.Buffers())
 

@@ -4,7 +4,7 @@ which drafts stand.
 Owns which fields there are and what each request's are. The draw itself, kernels.draw, is an operation like others.
 Knows nothing of requests, pages, text, or where drafts come from.
 Randomness is keyed by (seed, position, purpose), never taken from a stream: whatever else runs, however a prompt is cut
-into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `accept`.
+into chunks, the token at a position sees the same noise. Start at `SamplingParams`, then `start_draw` and `accept`.
 """
 
 import math
@@ -312,20 +312,23 @@ class Sampler:
             torch.tensor([id for id, _ in bias]) if bias else None,
             torch.tensor([value for _, value in bias], dtype=torch.float64) if bias else None)
 
+    def rules_after(self, num: int) -> kernels.DrawRules:
+        """Of the token after the next `num`, as far as their number matters."""
+        return self.early_rules if self.num_drawn + num < self.params.min_tokens else self.late_rules
+
     @property
-    def rules(self) -> kernels.DrawRules:
-        """Of the next token."""
-        return self._rules_after(self.num_drawn)
+    def remembers(self) -> bool:
+        """Whether its rules depend on which tokens were drawn, and not only on how many."""
+        return self.seen_V is not None or self.count_V is not None
 
-    def _rules_after(self, num_drawn: int) -> kernels.DrawRules:
-        return self.early_rules if num_drawn < self.params.min_tokens else self.late_rules
-
-    def rules_along(self, draft: Draft) -> list[kernels.DrawRules]:
+    def rules_along(self, draft: Draft, num_unseen: int = 0) -> list[kernels.DrawRules]:
         """Of the next token, then of the token after each of the draft's, should it and those before it on its path be
-        drawn. Nothing is taken note of."""
-        along = [self.rules]
+        drawn. Nothing is taken note of. `num_unseen` tokens are drawn before it that nobody has observed yet, which
+        only a sampler that does not remember them allows."""
+        assert not (num_unseen and self.remembers)
+        along = [self.rules_after(num_unseen)]
         for id, (parent, depth) in zip(draft.ids, draft.rows):
-            rules, before = self._rules_after(self.num_drawn + depth), along[parent]
+            rules, before = self.rules_after(num_unseen + depth), along[parent]
             seen_V, count_V = before.seen_V, before.count_V
             if seen_V is not None:
                 seen_V = seen_V.clone()
@@ -333,8 +336,7 @@ class Sampler:
             if count_V is not None:
                 count_V = count_V.clone()
                 count_V[id : id + 1] += 1
-            remembers = seen_V is not None or count_V is not None
-            along.append(replace(rules, seen_V=seen_V, count_V=count_V) if remembers else rules)
+            along.append(replace(rules, seen_V=seen_V, count_V=count_V) if self.remembers else rules)
         return along
 
     def observe(self, id: int) -> None:
@@ -361,14 +363,38 @@ def _drawn(id: int, logits_V: Tensor, params: SamplingParams) -> Drawn:
 # Which drafts stand
 
 
-def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], positions: Sequence[int],
-           method: str = "coupled", ops=kernels) -> list[list[Drawn | None]]:
-    """Each request's drafts that stand, and one more token: in place of the first that falls, or after the last.
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Tokens being drawn from rows of logits, one from each: `id_L` where the operations compute, and `read` waits for
+    them and gives them on the host; -1 where there is nothing to draw from. Request r owns the next
+    len(drafts[r].ids) + 1 rows: its row j predicts the token after draft j (0: the token at positions[r]), given that
+    it stands."""
 
-    Request r owns the next len(drafts[r].ids) + 1 rows: its row j predicts the token after draft j (0: the token at
-    positions[r]), given that it stands. Penalties count these drafts; the samplers stay as they are. Rows of different
-    requests do not see each other. The last is None instead where `draw` finds nothing to draw from: a row that is not
-    finite, or has every token banned. `ops` are the operations in use, kernels or a native.Native.
+    logits_LV: Tensor
+    drafts: Sequence[Draft]
+    samplers: Sequence[Sampler]
+    positions: Sequence[int]
+    rules: Sequence[Sequence[kernels.DrawRules]]
+    id_L: Tensor
+    read: Callable[[], Tensor]
+
+
+def start_draw(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], positions: Sequence[int],
+               ops=kernels, num_unseen: int = 0) -> Draw:
+    """Draws from every row as if its request's drafts before it stood: penalties count them, the samplers stay as they
+    are. Rows of different requests do not see each other. `num_unseen`: as in `rules_along`, of each request. `ops` are
+    the operations in use, kernels or a native.Native."""
+    rules = [sampler.rules_along(draft, num_unseen) for sampler, draft in zip(samplers, drafts, strict=True)]
+    keys = [noise_key(sampler.params.seed, position + depth, "draw")
+            for sampler, position, draft in zip(samplers, positions, drafts, strict=True)
+            for depth in (0, *(depth for _, depth in draft.rows))]
+    id_L = ops.draw(logits_LV, list(chain.from_iterable(rules)), keys)
+    return Draw(logits_LV, drafts, samplers, positions, rules, id_L, ops.fetch(id_L))
+
+
+def accept(draw: Draw, method: str = "coupled", ops=kernels) -> list[list[Drawn | None]]:
+    """Each request's drafts that stand, and one more token: in place of the first that falls, or after the last. That
+    one is None where there is nothing to draw from: a row that is not finite, or has every token banned.
 
     coupled    A draft stands if it is the token that `draw` draws. So the tokens are those drawn without drafts.
     rejection  A draft stands with the chance min(1, p / q), where p is what `draw` draws from and q what the draft was
@@ -379,20 +405,16 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
     Of a tree the path stands that `draw` draws, whatever the method: which of several tokens chosen beforehand is drawn
     is all that there is to judge (each with its own chance, as "rejection" would have it of certain drafts).
     """
-    counts = [len(draft.ids) + 1 for draft in drafts]
-    rules = [sampler.rules_along(draft) for sampler, draft in zip(samplers, drafts, strict=True)]
-    keys = [noise_key(sampler.params.seed, position + depth, "draw")
-            for sampler, position, draft in zip(samplers, positions, drafts, strict=True)
-            for depth in (0, *(depth for _, depth in draft.rows))]
-    drawn_L = ops.draw(logits_LV, list(chain.from_iterable(rules)), keys)
+    counts = [len(draft.ids) + 1 for draft in draw.drafts]
     answers = []
-    for r, (rows_LV, ids_L, draft) in enumerate(zip(logits_LV.split(counts), drawn_L.split(counts), drafts)):
-        ids, params = ids_L.tolist(), samplers[r].params
+    for r, (rows_LV, id_L, draft) in enumerate(zip(draw.logits_LV.split(counts), draw.read().split(counts),
+                                                   draw.drafts)):
+        ids, params = id_L.tolist(), draw.samplers[r].params
         # What is certain all methods judge alike.
         if method == "coupled" or params.temperature == 0 or draft.parents is not None:
             kept = [(row, ids[row]) for row in draft.path(ids.__getitem__)]
         else:
-            num_kept, last = _judged(method, rows_LV, rules[r], ids, draft, params.seed, positions[r], ops)
+            num_kept, last = _judged(method, rows_LV, draw.rules[r], ids, draft, params.seed, draw.positions[r], ops)
             kept = list(enumerate((*draft.ids[:num_kept], last)))
         answers.append([_drawn(id, rows_LV[row], params) if id >= 0 else None for row, id in kept])
     return answers
@@ -400,7 +422,7 @@ def accept(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sample
 
 def chances(logits_LV: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler],
             ops=kernels) -> list[list[float]]:
-    """For each request's rows as in `accept`: the chance that "rejection" gives the draft that follows, or one of those
+    """For each request's rows as in `Draw`: the chance that "rejection" gives the draft that follows, or one of those
     that do, to stand; nan for a row that none follows. It is the sum of min(p, q), or 1 - TV(p, q), for a draft drawn
     from q (Leviathan et al. 2023, theorem 3.5), and p of those that are taken as certain."""
     found = []

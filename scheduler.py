@@ -21,6 +21,7 @@ READ_TIME = 0.6  # beside requests that decode, a prompt is read for at most thi
 LEAST_READ = 64  # but at least for the budget / this
 MOST_PASSED = 4  # of a share of the admissions: a class of a fifth waits while 20 requests pass it
 LOOK_AHEAD = 256  # requests of a line that are looked at: those in front may wait for pages being written
+MOST_AHEAD = 8  # steps that are planned without a look at the lines, while somebody waits there
 PATIENCE = 16  # steps' worth of its share that a class lets those above it have before it takes its share back
 
 
@@ -130,8 +131,9 @@ class Chunk:
 
     @property
     def draws(self) -> bool:
-        """Whether the request's next token can be drawn after this chunk."""
-        return self.end == len(self.request.tokens)
+        """Whether the request's next token can be drawn after this chunk. One that was planned ahead ends with a token
+        that the request does not have yet."""
+        return self.end >= len(self.request.tokens)
 
 
 class LineFull(ValueError):
@@ -170,6 +172,7 @@ class Scheduler:
         self.most_running = max_requests
         self.num_moves = 0  # requests admitted, preempted or gone
         self.num_preemptions = 0
+        self.most_ahead = 0  # steps that may be planned ahead although somebody waits
         ranked = sorted(classes, key=lambda cls: -cls.priority)
         scale = max(1.0, sum(cls.share for cls in ranked))  # shares that add up to more than 1 are scaled down
         self.lines = {cls.name: Line(cls, cls.share / scale, self._pages(cls.reserved_pages)) for cls in ranked}
@@ -195,6 +198,7 @@ class Scheduler:
             raise ValueError(f"the prompt has {request.num_prompt} tokens but a request of class {cls.name} has at "
                              f"most {cls.max_tokens}, one of them for the answer: shorten it or name another class")
         line.waiting.append(request)
+        self.most_ahead = 0
 
     def class_of(self, tokens: Sequence[int], usual: str) -> str:
         """The class of a request that names none: long if much of it has to be computed, else the `usual` one."""
@@ -209,6 +213,7 @@ class Scheduler:
         """Takes a request out of the line or out of the running, with all it holds."""
         line = self.lines[request.class_name]
         self.num_moves += 1
+        self.most_ahead = 0
         if request in line.running:
             line.running.remove(request)
             self.cache.release(request.lease)
@@ -224,7 +229,7 @@ class Scheduler:
         takes more time than they do: a long one never stalls them. The classes read in the order of priority, as far
         as what the lower ones are owed allows.
         """
-        self.most_running = min(self.max_requests, budget_tokens)
+        self.most_running, num_moves = min(self.max_requests, budget_tokens), self.num_moves
         can_admit = self._hold_pages() == 0
         granted = {request: 1 for request in self.running[:budget_tokens]}
         left = budget_tokens - len(granted)
@@ -250,9 +255,27 @@ class Scheduler:
             above_runs = above_runs or bool(line.running)
         chunks = [Chunk(request, request.num_computed, request.num_computed + n, drafted.get(request, 0))
                   for request, n in granted.items()]
+        # Who was not let in although nobody moved, or read what others wait for or in their time: no second look helps.
+        has_settled = self.num_moves == num_moves and all(n == 1 for n in granted.values())
+        self.most_ahead = MOST_AHEAD if has_settled else 0
         for chunk in chunks:
             self.cache.reach(chunk.request.lease, chunk.start, chunk.end + chunk.num_drafted)
         return chunks
+
+    def plan_ahead(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """What comes after `chunks`, which are committed, before the tokens are known that they draw: these tokens.
+        Nothing where the next step may be another: somebody reads a prompt, may be let in, or has no page."""
+        if len(chunks) < len(self.running) or not all(chunk.draws for chunk in chunks):
+            return []
+        if any(line.waiting for line in self.lines.values()):
+            if not self.most_ahead:
+                return []
+            self.most_ahead -= 1
+        if not all(self.cache.grow(chunk.request.lease, chunk.end + 1) for chunk in chunks):
+            return []
+        for chunk in chunks:
+            self.cache.reach(chunk.request.lease, chunk.end, chunk.end + 1)
+        return [Chunk(chunk.request, chunk.end, chunk.end + 1) for chunk in chunks]
 
     def _grant_drafts(self, granted: Iterable[Request], left: int) -> dict[Request, int]:
         """As much of the drafts as half of the step's rest holds, the other half being for prompts, and as there are
@@ -300,7 +323,7 @@ class Scheduler:
         return limit - left
 
     def commit(self, chunk: Chunk) -> None:
-        """Notes that a chunk has been computed, and publishes the pages it filled."""
+        """Notes that a chunk has been computed, or will be before anything else, and publishes the pages it filled."""
         request = chunk.request
         request.num_computed = chunk.end
         self.cache.publish(request.lease, request.tokens, request.num_computed)

@@ -41,6 +41,7 @@ class Apart(TorchFunctionMode):
         if function == torch.Tensor.device.__get__:
             return DEVICE if is_far else torch.device("cpu")
         if name == "pin_memory":
+            assert not is_far, f"{caller()}: only memory of the host can be pinned"
             return arguments[0]
         if name in ("to", "cpu"):
             return self.move(function, arguments, options)

@@ -4,6 +4,7 @@ recorded steps or not. Through the emulator everywhere; the same and test_emu's 
 import inspect
 import json
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -209,10 +210,11 @@ def test_a_cached_prefix_changes_no_token(model, params, alone):
     assert engine.stats.cached_tokens > 64
 
 
-def test_recorded_steps_have_the_bits_of_steps_through_python(model):
+def test_recorded_steps_and_steps_ahead_have_the_bits_of_others(model):
     """All logits, while requests end one by one, so that sizes are filled up in different ways."""
-    def logits(replayed: bool):
-        engine = make_engine(model, replayed)
+    def logits(replayed: bool, is_async: bool):
+        engine, nums_in_the_air = make_engine(model, replayed), set()
+        engine.is_async &= is_async
         seen, compute = [], model.logits
         engine.model.logits = lambda h_LD: seen.append(compute(h_LD).clone()) or seen[-1]
         try:
@@ -220,12 +222,15 @@ def test_recorded_steps_have_the_bits_of_steps_through_python(model):
                 engine.submit(prompt, SamplingParams(max_tokens=3 + 2 * i, ignore_eos=True))
             while engine.has_work:
                 engine.step()
+                nums_in_the_air.add(len(engine.flights))
         finally:
             del engine.model.logits
+        assert nums_in_the_air == ({0, 1} if is_async else {0})
         return seen
 
-    recorded, plain = logits(True), logits(False)
-    assert len(recorded) == len(plain) and all(map(torch.equal, recorded, plain))
+    recorded, plain, ahead = logits(True, False), logits(False, False), logits(True, True)
+    for some in (recorded, ahead):
+        assert len(some) == len(plain) and all(map(torch.equal, some, plain))
 
 
 def test_logits_are_near_those_of_the_cpu(path, ops, native_ops):
@@ -258,6 +263,18 @@ def test_float64_through_torch_gives_the_same_tokens_on_a_device(path, params):
     assert tokens(make_engine(model, max_step_tokens=7), PROMPTS, params) == alone
 
 
+@on_device
+def test_what_is_fetched_waits_for_nothing_that_is_launched_later():
+    ops = gpu.load()
+    ids = torch.arange(5, device="cuda")
+    read = ops.fetch(ids)
+    torch.cuda._sleep(2 * 10**9)  # clock cycles: about a second
+    start_s = time.perf_counter()
+    assert read().tolist() == [0, 1, 2, 3, 4] and time.perf_counter() - start_s < 0.3
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start_s > 0.3
+
+
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -288,8 +305,8 @@ def test_drafts_change_no_token(model, params, alone, drafts_never_rest, tmp_pat
 
 # A device's own memory -----------------------------------------------------------------------------------------------
 
-# Each drafter, as chains and as trees, and each way to verify.
-APART = [("eagle1", TreeShape(2, 2), "coupled"), ("eagle3", None, "block")]
+# No drafter and each drafter, as chains and as trees, and each way to verify.
+APART = [(None, None, "coupled"), ("eagle1", TreeShape(2, 2), "coupled"), ("eagle3", None, "block")]
 APART += [pytest.param(*some, marks=pytest.mark.slow) for some in (
     ("eagle1", None, "coupled"), ("eagle3", None, "coupled"), ("eagle3", TreeShape(2, 2), "coupled"),
     ("mtp", None, "coupled"), ("mtp", TreeShape(2, 2), "coupled"), ("medusa", None, "rejection"),
@@ -298,8 +315,8 @@ APART += [pytest.param(*some, marks=pytest.mark.slow) for some in (
 FEW = tuple((id, 12.0) for id in range(2))  # tokens, so that text repeats itself
 # Drafters that take penalties have logits on the host; these have not.
 UNCHANGED = {"eagle1": SamplingParams(ignore_eos=True, temperature=0.8, seed=5), "mtp": GREEDY}
-# Where drafters wait for the device: for the ids that they draft.
-WAITS = {"speculative.grow", "lookahead.likely"}
+# Where the host waits for the device: for the ids of a step, and drafters for those that they draft.
+WAITS = {"engine._judge", "speculative.grow", "lookahead.likely"}
 
 
 @pytest.fixture(scope="module")
@@ -325,18 +342,18 @@ def drafted(kind, device, stored, name, shape, verify) -> tuple[list, int]:
     with open_checkpoint(stored / "model") as checkpoint, open_checkpoint(stored / "draft.gguf") as draft:
         model = load_model(checkpoint, dtype, device, 128, ops)
         engine = make_engine(model, num_pages=40, max_step_tokens=24, verify=verify)
-        if name == "ngram":
-            drafter = Ngram()
-        elif name == "model":
+        drafter = Ngram()
+        if name == "model":
             drafter = DraftModel(name, lambda: load_model(draft, draft_dtype, device, ops=ops), model.config.vocab, 40,
                                  16, 8, manner)
         elif name == "medusa":
             drafter = Medusa(open_medusa(stored / name, model), model, shape, manner)
-        else:
+        elif name not in (None, "ngram"):
             network = open_mtp(checkpoint, model) if name == "mtp" else open_eagle(stored / name, model)
             drafter = Follower(network, model, shape, manner)
         drafter.sure = 0
-        engine.draft_with(drafter)
+        if name is not None:
+            engine.draft_with(drafter)
         params = UNCHANGED.get(name, replace(SAMPLED, logit_bias=FEW, min_tokens=2))
         completions = engine.generate(PROMPTS[1:3], replace(params, max_tokens=12, logprobs=1))
         return [(c.token_ids, c.logprobs) for c in completions], engine.sums["drafted_tokens"]
@@ -345,13 +362,12 @@ def drafted(kind, device, stored, name, shape, verify) -> tuple[list, int]:
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name, shape, verify", APART, ids=str)
 def test_nothing_of_the_host_meets_the_device(stored, drafts_never_rest, monkeypatch, kind, name, shape, verify):
-    """Nor does a step wait for the device outside of operations and the draw, or a drafter but for ids. (Reading
-    weights does.)"""
+    """Nor does the host wait for the device but for ids. (Reading weights does.)"""
     monkeypatch.setattr("engine.free_memory_bytes", lambda device: 10**9)
     plain = drafted(kind, torch.device("cpu"), stored, name, shape, verify)
     with apart.Apart() as memory:
         assert drafted(kind, apart.DEVICE, stored, name, shape, verify) == plain
-    assert plain[1] > 9 and memory.waits.total() > 9
+    assert (plain[1] > 9) == (name is not None) and memory.waits.total() > 9
     waits = [where.split(".") for where in memory.waits]
     assert {f"{module}.{function}" for module, function in waits
             if module not in ("gpu", "kernels", "sampling", "weights") and function != "__init__"} <= WAITS
@@ -367,6 +383,8 @@ def test_what_meets_and_what_waits_is_seen():
                      lambda: far_T.index_select(0, host_T), lambda: far_T.__setitem__(host_T, 0)):
             with pytest.raises(AssertionError, match="a tensor of the host"):
                 meet()
+        with pytest.raises(AssertionError, match="pinned"):
+            far_T.pin_memory()
         assert far_T.to("cpu", non_blocking=True).tolist() == [0, 1, 2] and memory.waits.total() == 3
         for wait in (far_T.tolist, far_T[1].item, lambda: far_T[far_T > 0], lambda: int(far_T[2]), far_T.cpu,
                      lambda: host_T.to(apart.DEVICE), lambda: far_T.copy_(host_T), lambda: host_T.copy_(far_T)):

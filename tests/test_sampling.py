@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from draws import accept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
 from kernels import DrawRules, adjusted, candidates, gumbel
-from sampling import NO_DRAFT, Sampler, SamplingParams, accept, noise_key
+from sampling import NO_DRAFT, Sampler, SamplingParams, noise_key
 
 QUARTET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
@@ -179,14 +180,15 @@ def test_draws_follow_the_distribution():
 def test_penalties():
     logits_V = torch.tensor([2.0, -1.0, 1.9])
     penalized = sampler(prompt=[0, 1, 1], vocab=3, repetition_penalty=1.3)
-    assert adjusted(logits_V, penalized.rules).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9])
+    assert adjusted(logits_V, penalized.rules_after(0)).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9])
     assert draw(logits_V[None], [penalized], [3])[0].id == 2
     counted = sampler(prompt=[0, 0], vocab=3, presence_penalty=5, frequency_penalty=0.5)
-    assert adjusted(logits_V, counted.rules).tolist() == pytest.approx([2.0, -1.0, 1.9])  # the prompt does not count
+    # The prompt does not count.
+    assert adjusted(logits_V, counted.rules_after(0)).tolist() == pytest.approx([2.0, -1.0, 1.9])
     counted.observe(0), counted.observe(0), counted.observe(2)
-    assert adjusted(logits_V, counted.rules).tolist() == pytest.approx([2 - 5 - 1, -1, 1.9 - 5 - 0.5])
+    assert adjusted(logits_V, counted.rules_after(0)).tolist() == pytest.approx([2 - 5 - 1, -1, 1.9 - 5 - 0.5])
     penalized.observe(2)
-    assert adjusted(logits_V, penalized.rules).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9 / 1.3])
+    assert adjusted(logits_V, penalized.rules_after(0)).tolist() == pytest.approx([2 / 1.3, -1.3, 1.9 / 1.3])
 
 
 def test_min_tokens_bans_every_end_until_then():

@@ -8,7 +8,7 @@ import torch
 
 from kvcache import Cache, KVSpec
 from sampling import Sampler, SamplingParams
-from scheduler import DEFAULT_CLASSES, READ_TIME, AdmissionClass, Request, Scheduler
+from scheduler import DEFAULT_CLASSES, MOST_AHEAD, READ_TIME, AdmissionClass, Request, Scheduler
 
 
 def make_scheduler(num_pages=32, max_requests=8, prefix=True, classes=DEFAULT_CLASSES, specs=()):
@@ -408,3 +408,117 @@ def test_a_long_prompt_and_many_short_ones_do_not_starve_each_other(seed):
     assert beside[int(0.95 * len(beside))] <= 1.5 * without[int(0.95 * len(without))]
     alone_s = 100_000 / (0.2 * 512 / (0.002 + 0.0002 * 512))  # with the capacity that the short ones leave
     assert long_s <= 3 * alone_s
+
+
+# ---- planned ahead
+
+
+def flying(scheduler, budget):
+    """A step that was launched and has drawn nothing yet."""
+    chunks = scheduler.plan(budget)
+    for chunk in chunks:
+        scheduler.commit(chunk)
+    return chunks
+
+
+def land(chunks):
+    for chunk in chunks:
+        if chunk.draws:
+            chunk.request.tokens.append(1)
+
+
+def spans(chunks):
+    return [(chunk.request.id, chunk.start, chunk.end, chunk.num_drafted) for chunk in chunks]
+
+
+@pytest.mark.parametrize("specs", [(), (KVSpec(1, 8, 8, window=8),)], ids=["full", "and windows"])
+def test_a_plan_ahead_is_the_plan_that_would_be_made_later(specs):
+    schedulers = [make_scheduler(specs=specs) for _ in range(2)]
+    for scheduler in schedulers:
+        for n in (3, 8, 20):
+            add(scheduler, range(n), f"r{n}")
+    flights = [flying(scheduler, 64) for scheduler in schedulers]
+    assert spans(flights[0]) == [("r3", 0, 3, 0), ("r8", 0, 8, 0), ("r20", 0, 20, 0)]
+    for _ in range(20):
+        ahead = schedulers[0].plan_ahead(flights[0])
+        assert all(chunk.draws for chunk in ahead)
+        for chunks in flights:
+            land(chunks)
+        for chunk in ahead:
+            schedulers[0].commit(chunk)
+        flights = [ahead, flying(schedulers[1], 64)]
+        assert spans(ahead) == spans(flights[1])
+        pages = [[request.lease.pages for request in scheduler.running] for scheduler in schedulers]
+        assert pages[0] == pages[1]
+        pools = [[(group.pool.free, group.pool.keys) for group in scheduler.cache.groups] for scheduler in schedulers]
+        assert pools[0] == pools[1]
+
+
+def test_nothing_is_planned_ahead_of_a_prompt_or_of_pages_that_lack():
+    scheduler = make_scheduler(num_pages=4)
+    add(scheduler, [1, 2], "decodes")
+    step(scheduler, 16)
+    reads = add(scheduler, range(10), "reads")
+    chunks = flying(scheduler, 8)
+    assert spans(chunks) == [("decodes", 2, 3, 0), ("reads", 0, 7, 0)] and scheduler.plan_ahead(chunks) == []
+    land(chunks)
+    chunks = flying(scheduler, 8)
+    assert [chunk.draws for chunk in chunks] == [True, True]
+    assert scheduler.plan_ahead(chunks[:1]) == []  # somebody else runs
+    while ahead := scheduler.plan_ahead(chunks):
+        land(chunks)
+        chunks = ahead
+        for chunk in chunks:
+            scheduler.commit(chunk)
+    assert spans(chunks)[1] == ("reads", 15, 16, 0) and scheduler.num_preemptions == 0
+    land(chunks)
+    chunks = flying(scheduler, 8)
+    assert reads.num_preemptions == 1  # there was no fifth page
+    assert scheduler.plan_ahead(chunks) == []  # who waits may find one now
+
+
+def full(num_waiting=2):
+    """All places are taken and have been looked at: a step is in the air, and may be planned ahead."""
+    scheduler = make_scheduler(max_requests=2)
+    requests = [add(scheduler, [i], f"r{i}") for i in range(2 + num_waiting)]
+    step(scheduler, 16)
+    return scheduler, requests, flying(scheduler, 16)
+
+
+def test_while_somebody_waits_the_lines_are_looked_at_now_and_then():
+    scheduler, requests, chunks = full()
+    num_ahead = 0
+    while ahead := scheduler.plan_ahead(chunks):
+        num_ahead += 1
+        land(chunks)
+        chunks = ahead
+        for chunk in chunks:
+            scheduler.commit(chunk)
+    assert num_ahead == MOST_AHEAD
+    land(chunks)
+    assert scheduler.plan_ahead(flying(scheduler, 16))
+    scheduler, requests, chunks = full(num_waiting=0)  # where nobody waits there is nothing to look at
+    for _ in range(2 * MOST_AHEAD):
+        ahead = scheduler.plan_ahead(chunks)
+        assert len(ahead) == 2
+        land(chunks)
+        chunks = ahead
+        for chunk in chunks:
+            scheduler.commit(chunk)
+
+
+@pytest.mark.parametrize("change", [lambda scheduler, requests: add(scheduler, [9], "new"),
+                                    lambda scheduler, requests: scheduler.remove(requests[2])], ids=["come", "gone"])
+def test_whoever_comes_or_goes_has_the_lines_looked_at(change):
+    scheduler, requests, chunks = full()
+    change(scheduler, requests)
+    assert scheduler.plan_ahead(chunks) == []
+
+
+def test_who_can_be_let_in_next_is_not_passed_over():
+    scheduler = make_scheduler(prefix=False)
+    for i in range(2):
+        add(scheduler, [i] * 16, f"r{i}")
+    step(scheduler, 8)
+    chunks = flying(scheduler, 8)  # the budget is the first's
+    assert spans(chunks) == [("r0", 8, 16, 0)] and scheduler.plan_ahead(chunks) == []

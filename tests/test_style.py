@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A module imports only from those after it.
 ORDER = (
-    "run loading flags completions chat screen batch dialects bench limits peer live view engine lookahead heads "
-    "speculative scheduler pace replay model weights sampling kvcache parallel gpu native kernels vocab tokenizer "
-    "chat_template checkpoint families quant hub terminal"
+    "run loading flags completions chat screen batch dialects bench limits peer live view engine writer lookahead "
+    "heads speculative scheduler pace replay model weights sampling kvcache parallel gpu native kernels vocab "
+    "tokenizer chat_template checkpoint families quant hub terminal"
 ).split()
 # So that `tokenize`, `info` and `--help` are instant.
 NO_TORCH = ("loading", "screen", "live", "view", "flags", "completions", "vocab", "tokenizer", "chat_template",

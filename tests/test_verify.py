@@ -8,6 +8,7 @@ from itertools import accumulate, product
 
 import pytest
 import torch
+from draws import accept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampling import QUARTET, draw, randn, rows_of_logits, rules_of_all_kinds, sampler
@@ -15,8 +16,8 @@ from torch.nn.functional import one_hot
 
 import kernels
 from kernels import distribution, gumbel
-from sampling import (ODDS, PURPOSES, Draft, Drawn, accept, block_odds, chances, coin, draft_key, noise_key,
-                      rejection_odds, residual)
+from sampling import (ODDS, PURPOSES, Draft, Drawn, block_odds, chances, coin, draft_key, noise_key, rejection_odds,
+                      residual)
 
 SAMPLED = ("rejection", "block")
 
@@ -176,7 +177,7 @@ def test_chances_are_those_that_rejection_gives(draft):
         own, drawn_draft = sampler(vocab=3, temperature=1, seed=seed), draft
         if draft.probs_KV is not None:
             keys = [draft_key(seed, 0, j) for j in range(2)]
-            ids = kernels.draw(draft.probs_KV.log(), [own.rules] * 2, keys).tolist()
+            ids = kernels.draw(draft.probs_KV.log(), [own.rules_after(0)] * 2, keys).tolist()
             drawn_draft = Draft(tuple(ids), draft.probs_KV)
         accepted, = accept(rows_LV, [drawn_draft], [own], [0], "rejection")
         kept = iter([drawn.id for drawn in accepted[:-1]])
@@ -242,7 +243,7 @@ def test_accepting_changes_no_sampler():
     for method in ("coupled", *SAMPLED):
         accept(torch.zeros(4, 5), [Draft((2, 3, 4))], [own], [2], method)
     assert own.num_drawn == 1 and own.seen_V.equal(seen) and own.count_V.equal(counts)
-    assert own.rules.seen_V is own.seen_V and own.rules.count_V is own.count_V
+    assert own.rules_after(0).seen_V is own.seen_V and own.rules_after(0).count_V is own.count_V
 
 
 def test_rules_along_drafts_are_those_after_them():
@@ -252,10 +253,21 @@ def test_rules_along_drafts_are_those_after_them():
     along = sampler(**fields).rules_along(Draft(tuple(ids)))
     own = sampler(**fields)
     for id, rules in zip(ids, along[:-1], strict=True):
-        assert kernels.adjusted(logits_V, rules).equal(kernels.adjusted(logits_V, own.rules))
+        assert kernels.adjusted(logits_V, rules).equal(kernels.adjusted(logits_V, own.rules_after(0)))
         if id < 5:
             own.observe(id)
-    assert kernels.adjusted(logits_V, along[-1]).equal(kernels.adjusted(logits_V, own.rules))  # 6 counts for nothing
+    # 6 counts for nothing.
+    assert kernels.adjusted(logits_V, along[-1]).equal(kernels.adjusted(logits_V, own.rules_after(0)))
+
+
+def test_rules_after_tokens_that_nobody_has_seen_count_them():
+    fields = {"vocab": 5, "min_tokens": 3, "end_ids": [0], "temperature": 1}
+    ahead, own, logits_V = sampler(**fields), sampler(**fields), torch.tensor([1.0, 2, 3, -1, 0])
+    for num in range(5):
+        rules, = ahead.rules_along(Draft(), num_unseen=num)
+        assert kernels.adjusted(logits_V, rules).equal(kernels.adjusted(logits_V, own.rules_after(0)))
+        assert (kernels.adjusted(logits_V, rules)[0] == -math.inf) == (num < 3)
+        own.observe(2)
 
 
 @pytest.mark.parametrize("method", ["coupled", *SAMPLED])
@@ -285,7 +297,7 @@ def test_drafts_that_the_tokenizer_does_not_know_never_stand(method):
     ({"logit_bias": tuple((id, -math.inf) for id in range(4))}, [0, 0, 0, 0])])
 def test_distribution_by_hand(fields, expected):
     logits_LV = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).log()
-    p_LV = distribution(logits_LV, [sampler(**fields).rules])
+    p_LV = distribution(logits_LV, [sampler(**fields).rules_after(0)])
     assert p_LV.dtype == torch.float64 and p_LV[0].tolist() == pytest.approx(expected, abs=1e-15)
     assert [p > 0 for p in p_LV[0].tolist()] == [p > 0 for p in expected]
 
@@ -322,9 +334,9 @@ def test_draws_follow_their_distribution(native_ops, fields):
     own.observe(4), own.observe(4), own.observe(7)
     logits_LV = randn(8, 12)[None] * 1.5
     keys = [noise_key(11, position, "draw") for position in range(num_draws)]
-    counts = Counter(native_ops.draw(logits_LV.expand(num_draws, -1).contiguous(), [own.rules] * num_draws,
+    counts = Counter(native_ops.draw(logits_LV.expand(num_draws, -1).contiguous(), [own.rules_after(0)] * num_draws,
                                      keys).tolist())
-    p_V = distribution(logits_LV, [own.rules])[0].tolist()
+    p_V = distribution(logits_LV, [own.rules_after(0)])[0].tolist()
     assert chi_square_is_usual(counts, {id: num_draws * p for id, p in enumerate(p_V) if p > 0})
 
 
@@ -353,7 +365,7 @@ class Target:
                 own = self.new_sampler()
                 for id in ids:
                     own.observe(id)
-                p_V = distribution(self.model(self.prompt + ids)[None], [own.rules])[0].tolist()
+                p_V = distribution(self.model(self.prompt + ids)[None], [own.rules_after(0)])[0].tolist()
                 longer |= {(*ids, id): chance * p for id, p in enumerate(p_V) if p > 0}
             chances = longer
         return chances

@@ -77,10 +77,10 @@ void each_block(const Attention& call, int64_t S, int64_t most_rows, Body body) 
 int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_format) {
     const auto work = [](const Block& block) { return (block.end_chunk - block.chunk) * (block.end_row - block.row); };
     int64_t total = 0, num_blocks = 0, num_items = 0, num_floats = 0;
-    const int64_t most_shares = 8 * num_threads();      // asked once: another thread may change it meanwhile
+    const int64_t num_sharing = num_threads();      // asked once: another thread may change it meanwhile
     each_block(call, S, most_rows, [&](const Block& block) { total += work(block); });
     const auto is_shared = [&](const Block& block) {
-        return block.num_pending > 1 && work(block) * most_shares > total;
+        return block.num_pending > 1 && work(block) * 8 * num_sharing > total;
     };
     each_block(call, S, most_rows, [&](const Block& block) {
         num_blocks++;
@@ -106,7 +106,9 @@ int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_fo
     });
 
     const auto run = PICK(attend);
-    parallel(num_items, [&](int64_t i) { run(call, items[i], cache_format); });
+    parallel(num_items, [&](int64_t i) {    // threads that are equally fast take turns
+        run(call, items[i], i + num_sharing < num_items ? items + i + num_sharing : nullptr, cache_format);
+    });
     return OK;
 }
 

@@ -69,8 +69,11 @@ inline Sight sight(const Attention& call, int64_t request, int64_t i) {
     return {call.window && call.window < end ? end - call.window : 0, end};
 }
 
-namespace plain { void attend(const Attention& call, const Item& item, int32_t cache_format); }
-namespace avx2 { void attend(const Attention& call, const Item& item, int32_t cache_format); }
-namespace avx512 { void attend(const Attention& call, const Item& item, int32_t cache_format); }
+// Computes an item. `next_item` is one that this thread may well take next, or null.
+#define ATTEND void attend(const Attention& call, const Item& item, const Item* next_item, int32_t cache_format);
+namespace plain { ATTEND }
+namespace avx2 { ATTEND }
+namespace avx512 { ATTEND }
+#undef ATTEND
 
 }  // namespace quire

@@ -121,12 +121,12 @@ constexpr int64_t BFLOAT_TILE = 16 * GROUP;
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t bfloat_tiles(int64_t T, int64_t I) { return divide_up(T, 32) * 2 * divide_up(I, GROUP); }
 
-// One variant for each kind of instructions. `quantize` rounds one row of x into tiles of at most `most_height` rows,
+// One variant for each kind of instructions. `quantize` rounds some groups of a tile's rows, at most `most_height`,
 // `multiply` computes a share.
-#define MATMUL                                                                    \
-    int64_t most_height();                                                        \
-    void quantize(Group to, int64_t row, const float* x, int64_t I);              \
-    void multiply(const Matmul& call, const Part& part, const Share& share);      \
+#define MATMUL                                                                                            \
+    int64_t most_height();                                                                                \
+    void quantize(Group to, const float* x, int64_t num_rows, int64_t row_stride, int64_t num_groups);    \
+    void multiply(const Matmul& call, const Part& part, const Share& share);                              \
     void multiply_bfloat(const Matmul& call, const Part& part, const Share& share);
 namespace plain { MATMUL }
 namespace avx2 { MATMUL }
