@@ -12,7 +12,6 @@ torch's matmul, whose bits depend on how many rows there are.
 import ctypes
 import math
 import re
-import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
@@ -39,13 +38,21 @@ def load(on_build: Callable[[], None] = lambda: None) -> "Cuda":
     """The operations on the current device, compiled for it if they never were, which `on_build` is told. ValueError in
     one line where there is none, or it cannot be compiled for."""
     check_device()
-    check_compiler()
-    capability = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise ValueError(f"the GPU has capability {major}.{minor} but the CUDA kernels need 8.0: use --kernels torch "
+                         "or --device cpu")
+
+    def start() -> None:
+        check_compiler()
+        on_build()
+
     try:
-        path = native.built(build_folder(f"sm_{capability[0]}{capability[1]}"), NAME, compile_into, on_build)
+        path = native.built(build_folder(f"sm_{major}{minor}"), NAME, partial(compile_into, f"{major}.{minor}"), start)
+        library = ctypes.CDLL(str(path))
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the CUDA kernels cannot be compiled ({error}): use --device cpu") from None
-    return Cuda(ctypes.CDLL(str(path)), "cuda")
+    return Cuda(library, "cuda")
 
 
 def check_device() -> None:
@@ -56,15 +63,18 @@ def check_device() -> None:
 
 
 def check_compiler() -> None:
-    """cpp_extension refuses a compiler of another CUDA than torch's, in many lines."""
-    if shutil.which("nvcc") is None:
-        raise ValueError("--device cuda compiles its kernels but nvcc is not on the PATH: install the CUDA toolkit "
-                         f"{torch.version.cuda} or use --device cpu")
-    said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    """ValueError, in one line, if there is no compiler of torch's CUDA: what another makes loads beside torch's own
+    runtime, and fails later."""
+    wanted, toolkit = torch.version.cuda, native.cuda_toolkit()
+    if toolkit is None:
+        raise ValueError("--device cuda compiles its kernels but there is no nvcc on the PATH or in CUDA_HOME: install "
+                         f"the CUDA toolkit {wanted}, or use --device cpu")
+    said = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", said)
-    if found and found[1] != torch.version.cuda.split(".")[0]:
-        raise ValueError(f"nvcc is of CUDA {found[1]}.{found[2]} but torch is built for {torch.version.cuda}: install "
-                         f"one of CUDA {torch.version.cuda.split('.')[0]}, or use --device cpu")
+    if found and found[1] != wanted.partition(".")[0]:
+        raise ValueError(f"{toolkit}/bin/nvcc is of CUDA {found[1]}.{found[2]} but torch is built for {wanted}: "
+                         f"install one of CUDA {wanted.partition('.')[0]}, name its folder by CUDA_HOME, or use "
+                         "--device cpu")
 
 
 def build_folder(target: str) -> Path:
@@ -81,10 +91,11 @@ def sources() -> list[Path]:
     return sorted(path for pattern in patterns for path in native.SOURCES.glob(pattern))
 
 
-def compile_into(folder: Path) -> None:
-    """By torch.utils.cpp_extension, for the device's own architecture."""
-    native.compile_extension(name=NAME, sources=[str(path) for path in SOURCES.glob("*.cu")],
-                             extra_cuda_cflags=list(FLAGS), build_directory=str(folder))
+def compile_into(capability: str, folder: Path) -> None:
+    """By torch.utils.cpp_extension, for devices of that capability, for instance 9.0."""
+    native.compile_extension({"CUDA_HOME": str(native.cuda_toolkit()), "TORCH_CUDA_ARCH_LIST": capability}, name=NAME,
+                             sources=[str(path) for path in SOURCES.glob("*.cu")], extra_cuda_cflags=list(FLAGS),
+                             build_directory=str(folder))
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
@@ -197,6 +208,7 @@ class Cuda:
     def new_recorder(self) -> Callable[[], Recording | Graph]:
         if self.is_emulated:
             return partial(Recording, self)
+        torch.cuda.current_blas_handle()  # made now: inside a graph that is captured it could not be
         return partial(Graph, torch.cuda.graph_pool_handle())
 
     def call(self, name: str, *arguments) -> None:

@@ -100,12 +100,13 @@ class Eagle3:
         self.ffn = FeedForward(ops, weights, config, "blk.0")
         self.norm_D = weights.take("norm.weight")
         self.head = Linear(ops, weights, "lm_head")
-        self.id_C = torch.arange(num_tokens)
+        id_C = torch.arange(num_tokens)
         if weights.has("d2t"):  # how far each id of the head lies from the model's
-            self.id_C += weights.dequantized("d2t", torch.int64)
-        if not 0 <= int(self.id_C.min()) <= int(self.id_C.max()) < model.config.vocab:
-            raise ValueError(f"{path}: d2t names ids {int(self.id_C.min())} to {int(self.id_C.max())} but the model "
-                             f"has {model.config.vocab} tokens: {OTHER_HEAD}")
+            id_C += weights.dequantized("d2t", torch.int64)
+        if not 0 <= int(id_C.min()) <= int(id_C.max()) < model.config.vocab:
+            raise ValueError(f"{path}: d2t names ids {int(id_C.min())} to {int(id_C.max())} but the model has "
+                             f"{model.config.vocab} tokens: {OTHER_HEAD}")
+        self.id_C = id_C.to(model.device)
 
     def seen(self, h_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(taps), -1)
@@ -170,7 +171,8 @@ class Rope:
     def __init__(self, model: Model, weights: Weights):
         config = weights.checkpoint.config
         self.model = model
-        self.inv_freq, self.scale = rope_tables(config.rope, config.context, model.context)
+        inv_freq, self.scale = rope_tables(config.rope, config.context, model.context)
+        self.inv_freq = inv_freq.to(model.device)
 
     def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.model.ops.rope_angles(batch.position_T, self.inv_freq, self.scale, self.model.dtype)

@@ -286,8 +286,8 @@ class Cache:
     def slots(self, moves: Sequence[tuple[int, int, int]]) -> list[list[torch.Tensor]]:
         """For moves (row of the page table, place, other place), of each group: the slots of all places, and of all the
         other ones."""
-        return [[torch.tensor([group.slots(move[0], move[i], move[i] + 1)[0] for move in moves])
-                 for group in self.groups] for i in (1, 2)]
+        return [[kernels.sent(torch.tensor([group.slots(move[0], move[i], move[i] + 1)[0] for move in moves]),
+                              self.device) for group in self.groups] for i in (1, 2)]
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
         """Publishes the lease's pages that `num_computed` tokens have filled since the last call."""

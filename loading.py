@@ -64,6 +64,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
         torch.set_num_threads(args.threads or usable_cores())
     keep_large_blocks_apart()
     dtype, _, is_native = arithmetic(config, args)
+    if is_native and args.device == "cuda":
+        check_cuda_flags(args)
     ops = load_native(args) if is_native else None
     if ops is None:
         ops, dtype = kernels, "bfloat16" if dtype == "quantized" else dtype
@@ -199,14 +201,26 @@ def keep_large_blocks_apart() -> None:
 
 
 def settle_device(args: argparse.Namespace) -> None:
-    """Makes of "auto" what there is. ValueError if what was named is not there."""
+    """Makes of "auto" what there is. UsageError if what was named is not there."""
     import torch
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda":
         import gpu
-        gpu.check_device()
+        try:
+            gpu.check_device()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def check_cuda_flags(args: argparse.Namespace) -> None:
+    """UsageError for what the CUDA kernels would have to leave without effect."""
+    only = {"--prefill": (args.prefill, "exact"), "--cache-dtype": (args.cache_dtype, "bfloat16")}
+    for flag, (given, served) in only.items():
+        if given not in (served, "auto"):
+            raise UsageError(f"{flag} is {given} but the CUDA kernels serve {served} alone: leave it out, or use "
+                             "--kernels torch or --device cpu")
 
 
 def make_engine_config(args: argparse.Namespace) -> EngineConfig:

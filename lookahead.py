@@ -8,13 +8,14 @@ Owns what such a drafter remembers of requests, and how trees of drafts grow. Kn
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 import kernels
 from heads import MedusaHead, Network
+from kernels import DrawRules, sent
 from kvcache import Cache
 from model import MOST_ROWS, Batch, Model, id_tensor
 from sampling import NO_DRAFT, Draft, noise_key
@@ -61,31 +62,31 @@ class Tree:
     def path(self, node: Node) -> list[int]:
         return [] if node is self.root else [*self.path(node.parent), node.id]
 
-    def grow(self, logits_LV: Tensor) -> None:
-        """Adds a level: a row of logits for each token that is gone on from."""
+    def rules(self) -> list[DrawRules]:
+        """Of the token after each that is gone on from."""
+        return [self.request.sampler.rules_along(Draft(tuple(self.path(node))))[-1] for node in self.level]
+
+    def grow(self, rows: Sequence[tuple[DrawRules, Tensor, Tensor]]) -> None:
+        """Adds a level: for each token that is gone on from its rules, and what `likely` says of its row."""
         new = []
-        for node, logits_V in zip(self.level, logits_LV, strict=True):
-            ids, scores = self._likeliest(logits_V, self.path(node))
+        for node, row in zip(self.level, rows, strict=True):
+            ids, scores = self._likeliest(*row, len(self.path(node)))
             new += [Node(id, node, node.score + score) for id, score in zip(ids, scores)]
         self.nodes += new
         self.level = sorted(new, key=lambda node: -node.score)[: self.shape.width]
         self.opened += self.level
 
-    def _likeliest(self, logits_V: Tensor, path: list[int]) -> tuple[list[int], list[float]]:
-        """The likeliest tokens after a path, with the noise of the draw itself, and their chances' logarithms; none
-        where a number is not one."""
-        rules = self.request.sampler.rules_along(Draft(tuple(path)))[-1]
-        x_V = logits_V[: rules.vocab] if rules.leave_logits_alone else kernels.adjusted(logits_V, rules)
-        if rules.temperature == 0:
-            x_V = torch.log_softmax(x_V, 0)
-        score_C, id_C = x_V.topk(min(CONSIDERED, len(x_V)))
+    def _likeliest(self, rules: DrawRules, score_C: Tensor, id_C: Tensor,
+                   depth: int) -> tuple[list[int], list[float]]:
+        """The likeliest tokens after a path of that length, with the noise of the draw itself, and their chances'
+        logarithms; none where a number is not one."""
         if not score_C[0].isfinite():  # topk takes what is not a number for the greatest
             return [], []
         if rules.temperature > 0:
             scaled_C = (score_C.double() - score_C[0]) / rules.temperature
             kept_C = kernels.candidates(scaled_C, rules)
             id_C = id_C[kept_C]
-            key = noise_key(self.request.params.seed, len(self.request.tokens) + len(path), "draw")
+            key = noise_key(self.request.params.seed, len(self.request.tokens) + depth, "draw")
             score_C = torch.log_softmax(scaled_C[kept_C] + kernels.gumbel(key, id_C), 0)
         score_C, place_C = score_C.topk(min(self.shape.width, len(score_C)))
         return id_C[place_C].tolist(), score_C.tolist()
@@ -95,6 +96,26 @@ class Tree:
         best = sorted(self.nodes, key=lambda node: -node.score)[:limit]
         rows = {self.root: 0} | {node: row for row, node in enumerate(best, 1)}
         return Draft(tuple(node.id for node in best), None, tuple(rows[node.parent] for node in best))
+
+
+def grow_trees(trees: Sequence[Tree], logits_LV: Tensor) -> None:
+    """Adds a level to each: a row of logits for each token that is gone on from, one tree's after the other's."""
+    rules = [rules for tree in trees for rules in tree.rules()]
+    rows = iter(list(zip(rules, *likely(logits_LV, rules), strict=True)))
+    for tree in trees:
+        tree.grow(list(islice(rows, len(tree.level))))
+
+
+def likely(logits_LV: Tensor, rules: Sequence[DrawRules]) -> tuple[Tensor, Tensor]:
+    """Of each row the tokens that are considered, by their rules the likeliest first: logits (at temperature 0 the
+    chances' logarithms) and ids, (L, C) each and on the host."""
+    x_LV = logits_LV[:, : rules[0].vocab]
+    if not all(row.leave_logits_alone for row in rules):
+        x_LV = torch.stack([kernels.adjusted(x_V, row) for x_V, row in zip(x_LV.cpu(), rules)])
+    if any(row.temperature == 0 for row in rules):
+        x_LV = torch.log_softmax(x_LV, -1)
+    score_LC, id_LC = x_LV.topk(min(CONSIDERED, x_LV.shape[1]))
+    return score_LC.cpu(), id_LC.cpu()
 
 
 CONSIDERED = 256  # tokens, the likeliest: noise may make another the likeliest, but seldom, and then the draft falls
@@ -210,7 +231,7 @@ class Follower:
         rows = [row for start, (request, end) in zip(starts, ends) for row in self.trails[request].read(end - start)]
         f_TD = self.network.features(torch.stack(rows))
         g_TD = self._forward([request for request, _ in ends], tokens, starts, f_TD)
-        row_L = id_tensor(end - 1 for end in accumulate(map(len, tokens)))
+        row_L = sent(id_tensor(end - 1 for end in accumulate(map(len, tokens))), g_TD.device)
         return f_TD[row_L], g_TD[row_L]
 
     def _forward(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], pasts: Sequence[int], f_TD: Tensor,
@@ -223,16 +244,15 @@ class Follower:
             going = grow(chains, self.network.logits(g_LD), self.model.ops, self.manner, self.sure)
             if not going:
                 return
-            chains, f_LD = [chains[i] for i in going], g_LD[id_tensor(going)]
+            chains, f_LD = [chains[i] for i in going], g_LD[sent(id_tensor(going), g_LD.device)]
             g_LD = self._forward([chain.request for chain in chains], [chain.ids[-1:] for chain in chains],
                                  [len(chain.request.tokens) + len(chain.ids) - 2 for chain in chains], f_LD)
 
     def _draft_trees(self, trees: Sequence[Tree], last: dict[Tree, Tensor]) -> None:
         """Level by level; `last` are the features of the text's last row."""
         for depth in range(1, self.shape.depth + 1):
-            logits_LV = self.network.logits(torch.stack([node.row for tree in trees for node in tree.level]))
-            for tree, logits in zip(trees, logits_LV.split([len(tree.level) for tree in trees])):
-                tree.grow(logits)
+            rows = [node.row for tree in trees for node in tree.level]
+            grow_trees(trees, self.network.logits(torch.stack(rows)))
             trees = [tree for tree in trees if tree.level]
             if depth == self.shape.depth or not trees:
                 return
@@ -287,9 +307,8 @@ class Medusa:
             if self.shape is None:
                 going = grow([chains[i] for i in growing], logits_LV, self.model.ops, self.manner, self.sure)
                 growing = [growing[i] for i in going]
-            else:
-                for tree, logits_V in zip(trees, logits_LV):
-                    tree.grow(logits_V.expand(len(tree.level), -1))
+            elif rows := [logits_V for tree, logits_V in zip(trees, logits_LV) for _ in tree.level]:
+                grow_trees(trees, torch.stack(rows))
         drafts = {chain.request: chain.draft for chain in chains}
         drafts |= {tree.request: tree.draft(chain.limit) for tree, chain in zip(trees, chains)}
         return [drafts.get(request, NO_DRAFT) for request in requests]

@@ -11,11 +11,12 @@ import fcntl
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -27,8 +28,10 @@ from kernels import KV, fetch
 from quant import FORMATS
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off")  # fused multiply-adds only where a kernel says so
+# Fused multiply-adds only where a kernel says so. The C++ standard is cpp_extension's: what torch's own headers need.
+FLAGS = ("-O3", "-ffp-contract=off")
 NAME = "quire_native"
+UNFINISHED = "unfinished-"  # how folders' names begin while somebody compiles into them
 
 
 def load(on_build: Callable[[], None] = lambda: None) -> "Native":
@@ -80,8 +83,10 @@ def source_files() -> list[Path]:
 
 
 def build(folder: Path, compile_into: Callable[[Path], None]) -> None:
-    """Compiles into `folder`, which appears whole or not at all."""
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
+    """Compiles into `folder`, which appears whole or not at all. The caller holds the lock."""
+    for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a build that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     try:
         compile_into(temporary)
         for path in temporary.iterdir():
@@ -97,16 +102,34 @@ def compile_into(folder: Path) -> None:
                       extra_cflags=list(FLAGS), build_directory=str(folder))
 
 
-def compile_extension(**arguments) -> None:
+def compile_extension(settings: Mapping[str, str] = {}, **arguments) -> None:
     """In a process of its own: cpp_extension brings setuptools, which does not suit every program it would be loaded
-    into. RuntimeError with what the compiler said."""
+    into. `settings` are environment variables that it heeds. RuntimeError with what the compiler said."""
     code = f"from torch.utils.cpp_extension import load; load(**{arguments}, is_python_module=False)"
     # pip puts ninja beside the interpreter; it is looked for on PATH alone.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PATH": path})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env=os.environ | {"PATH": path} | dict(settings))
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
-        raise RuntimeError(next((line for line in lines if "error: " in line or "not found" in line), lines[-1]))
+        raise RuntimeError(next((line for line in lines if TELLING.search(line)), lines[-1]))
+
+
+# Lines of what compilers and linkers say that tell a person what went wrong.
+TELLING = re.compile(r"(?<!collect2: )error *: |fatal *: |not found|cannot find")
+
+
+def cuda_toolkit() -> Path | None:
+    """The folder of the CUDA toolkit: which CUDA_HOME or CUDA_PATH names, else of the nvcc on the PATH, else the usual
+    one. cpp_extension looks in the same places, but takes an nvcc that only calls another for the toolkit's own."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = f"{named}/bin" if named else os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    nvcc = shutil.which("nvcc", path=places)
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(top[1] if top else Path(nvcc).parent.parent).resolve()
 
 
 class Native:

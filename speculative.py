@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import sent
 from kvcache import Cache, Lease
 from model import Batch, Model, id_tensor, wide
 from pace import Pace
@@ -180,7 +181,7 @@ class Drafting:
             first += last + 1 + chunk.num_drafted
         if self.drafter.taps is not None and spans:
             if len(rows) < len(h_TD):
-                row_T = id_tensor(rows).to(h_TD.device)
+                row_T = sent(id_tensor(rows), h_TD.device)
                 h_TD, taps = h_TD.index_select(0, row_T), [tap_TD.index_select(0, row_T) for tap_TD in taps]
             self.drafter.observe(spans, h_TD, taps)
         return moves
@@ -338,7 +339,8 @@ def grow(chains: Sequence[Chain], logits_LV: Tensor, ops, manner: Manner, sure: 
         seed, start, j = chain.request.params.seed, len(chain.request.tokens), len(chain.ids)
         keys.append(noise_key(seed, start + j, "draw") if manner.is_coupled else draft_key(seed, start, j))
     drawn_L = ops.draw(logits_LV, rules, keys)
-    chance_L = torch.softmax(logits_LV, -1).gather(1, drawn_L.clamp(min=0)[:, None].to(logits_LV.device))[:, 0]
+    place_L = drawn_L.clamp(min=0).to(logits_LV.device, non_blocking=True)
+    chance_L = torch.softmax(logits_LV, -1).gather(1, place_L[:, None])[:, 0]
     probs_LV = ops.distribution(logits_LV, rules) if manner.keeps_probs else [None] * len(chains)
     going = []
     for i, (chain, id, chance, p_V) in enumerate(zip(chains, drawn_L.tolist(), chance_L.tolist(), probs_LV)):

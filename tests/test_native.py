@@ -3,6 +3,7 @@ whatever runs beside. The kernels one by one are in test_native_matmul.py and te
 
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,50 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="error.*this cannot be"):
         native.library()
     assert [path.name for path in (tmp_path / "build").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_build_left_goes_with_the_next(tmp_path):
+    def killed(folder):
+        (folder / "a.o").write_bytes(b"")
+        os._exit(9)
+
+    def finished(folder):
+        (folder / "name.so").write_bytes(b"")
+
+    if (child := os.fork()) == 0:
+        native.built(tmp_path / "build/native-1", "name", killed, lambda: None)
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "build").iterdir())) == 2
+    native.built(tmp_path / "build/native-1", "name", finished, lambda: None)
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == [".lock", "native-1"]
+
+
+def test_of_what_compilers_say_the_line_that_tells_is_passed_on(tmp_path, monkeypatch):
+    """A linker's last line does not."""
+    text = "ld: cannot find -lcudart: No such file\ncollect2: error: ld returned 1 exit status\nninja: build stopped"
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(native.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RuntimeError, match="^ld: cannot find -lcudart"):
+        native.compile_extension(name="x")
+
+
+def test_a_toolkit_is_found_through_a_compiler_that_calls_it(tmp_path, monkeypatch):
+    def write(path, text):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    write(tmp_path / "cuda/bin/nvcc", "[ \"$1\" = --dryrun ] && echo \"#$ TOP=$(dirname $0)/..\" >&2")
+    write(tmp_path / "local/bin/nvcc", f"exec {tmp_path}/cuda/bin/nvcc \"$@\"")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/local/bin", prepend=":")
+    assert native.cuda_toolkit() == tmp_path / "cuda"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "elsewhere"))
+    assert native.cuda_toolkit() is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert native.cuda_toolkit() == tmp_path / "cuda"
 
 
 # ---- the operations

@@ -254,10 +254,25 @@ __global__ void merge_chunks(Attention call) {
 
 constexpr int BLOCK_ROWS = ATTENTION_WARPS * M;
 
+// Queries of wide heads, each lane's own. In registers they would have 756 bytes of others spill (sm_90, a width of
+// 256), which is more to read back for each tile than they are.
+template <int A, bool IS_WIDE = (A > 128)>
+struct WideQueries {};
 template <int A>
-struct alignas(128) ManyNew {
+struct WideQueries<A, true> {
+    uint4 q[ATTENTION_WARPS][A / 16][WARP];
+};
+
+template <int A>
+struct alignas(128) ManyNew : WideQueries<A> {
     Tile<A, KEYS> keys[2], values[2];
     float total[ATTENTION_WARPS][A / 8][4][WARP];       // of the chunks before
+};
+
+template <int A>
+struct LaneQueries {
+    const uint4 (&memory)[A / 16][WARP];
+    __device__ const uint4& operator[](int k) const { return memory[k][lane_id()]; }
 };
 
 // Which rows this lane has of a block's, by r: those of number l / 4 and l / 4 + 8 of its warp's 16.
@@ -356,6 +371,8 @@ __device__ bool attend_rows(ManyNew<A>& shared, const Attention& call, int64_t s
     uint32_t q[A / 16][4];
     load_queries<A>(q, {rows.exist[0] ? call.q_THA + rows.out[0] * call.A : nullptr,
                         rows.exist[1] ? call.q_THA + rows.out[1] * call.A : nullptr}, call.A);
+    if constexpr (A > 128)
+        for (int k = 0; k < A / 16; k++) shared.q[warp_id()][k][lane_id()] = {q[k][0], q[k][1], q[k][2], q[k][3]};
 
     ChunkSums<A> chunk;
     TotalSums<A> total(shared.total[warp_id()]);
@@ -367,7 +384,8 @@ __device__ bool attend_rows(ManyNew<A>& shared, const Attention& call, int64_t s
         __syncthreads();        // all see this tile, and nobody needs the one before any more
         fetch<A, KEYS>(shared.keys[1 - now], shared.values[1 - now], call, pages, group, place + KEYS, seen);
         float score[KEYS / 8][4], top[2];
-        score_tile<A>(score, q, shared.keys[now]);
+        if constexpr (A > 128) score_tile<A>(score, LaneQueries<A>{shared.q[warp_id()]}, shared.keys[now]);
+        else score_tile<A>(score, q, shared.keys[now]);
         mask_tile(top, score, call, place, rows.first, rows.end);
         chunk.add_tile(score, top, shared.values[now]);
         if ((place + KEYS) % CHUNK && place + KEYS < seen.end) continue;
@@ -420,6 +438,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS) many_new(Attention call) {
 
 template <int A>
 int attend(const Attention& call, cudaStream_t stream) {
+    static_assert(sizeof(FewNew<A>) <= 163 << 10 && sizeof(ManyNew<A>) <= 163 << 10, "what a block of sm_80 may have");
     const dim3 threads(ATTENTION_THREADS);
     const int64_t most_items = call.T * call.head_tiles() * divide_up(call.table_stride * call.B, CHUNK);
     const int64_t at_a_time = 3 * multiprocessors();

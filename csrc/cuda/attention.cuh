@@ -105,22 +105,24 @@ __device__ void load_queries(uint32_t (&q)[A / 16][4], const float* const (&rows
         }
 }
 
-// Scores of 16 rows and 32 keys: score[n] are those of keys 8 n to 8 n + 7.
-template <int A>
-__device__ void score_tile(float (&score)[KEYS / 8][4], const uint32_t (&q)[A / 16][4],
-                           const __nv_bfloat16 (*keys)[A + 8]) {
+// Scores of 16 rows and 32 keys: score[n] are those of keys 8 n to 8 n + 7. q[k] are a lane's queries for 16 columns.
+template <int A, class Queries>
+__device__ void score_tile(float (&score)[KEYS / 8][4], const Queries& q, const __nv_bfloat16 (*keys)[A + 8]) {
     const int matrix = lane_id() / 8, row = lane_id() % 8;
     for (int n = 0; n < KEYS / 8; n++)
         for (int i = 0; i < 4; i++) score[n][i] = 0;
 #pragma unroll
-    for (int k = 0; k < A / 16; k++)
+    for (int k = 0; k < A / 16; k++) {
+        uint32_t a[4];
+        memcpy(a, &q[k], sizeof a);
 #pragma unroll
         for (int n = 0; n < KEYS / 16; n++) {
             uint32_t b[4];
             ldmatrix_x4(b, &keys[16 * n + matrix / 2 * 8 + row][16 * k + matrix % 2 * 8]);
-            mma_bf16(score[2 * n], q[k], {b[0], b[1]});
-            mma_bf16(score[2 * n + 1], q[k], {b[2], b[3]});
+            mma_bf16(score[2 * n], a, {b[0], b[1]});
+            mma_bf16(score[2 * n + 1], a, {b[2], b[3]});
         }
+    }
 }
 
 constexpr float NOTHING = -INFINITY;    // the greatest score of nothing

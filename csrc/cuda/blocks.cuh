@@ -60,21 +60,34 @@ struct Blocks {
     }
 };
 
+// How a lane reads: weights that are needed once, what is read again or lies in shared memory.
+struct Once {
+    template <class T>
+    __device__ T operator()(const T* from) const { return load_once(from); }
+};
+struct Again {
+    template <class T>
+    __device__ T operator()(const T* from) const { return *from; }
+};
+
 // A lane's quants of a step as they lie in memory.
 template <int F>
 struct Raw {
     uint32_t low[Blocks<F>::LOW], high[Blocks<F>::HIGH ? Blocks<F>::HIGH : 1];
 
-    __device__ void load(const uint8_t* step, int lane) {
+    // `read` is Once where the step lies in global memory, else Again.
+    template <class Read>
+    __device__ void load(const uint8_t* step, int lane, Read read) {
         constexpr int LOW = Blocks<F>::LOW, HIGH = Blocks<F>::HIGH;
         if constexpr (LOW >= 4)
             for (int i = 0; i < LOW / 4; i++) {
-                const uint4 four = *reinterpret_cast<const uint4*>(step + 512 * i + 16 * lane);
+                const uint4 four = read(reinterpret_cast<const uint4*>(step + 512 * i + 16 * lane));
                 low[4 * i] = four.x, low[4 * i + 1] = four.y, low[4 * i + 2] = four.z, low[4 * i + 3] = four.w;
             }
-        else load_two(low, step + 8 * lane);
-        if constexpr (HIGH == 2) load_two(high, step + Blocks<F>::HIGH_PLANE + 8 * lane);
-        if constexpr (HIGH == 1) high[0] = *reinterpret_cast<const uint32_t*>(step + Blocks<F>::HIGH_PLANE + 4 * lane);
+        else load_two(low, step + 8 * lane, read);
+        const uint8_t* const high_plane = step + Blocks<F>::HIGH_PLANE;
+        if constexpr (HIGH == 2) load_two(high, high_plane + 8 * lane, read);
+        if constexpr (HIGH == 1) high[0] = read(reinterpret_cast<const uint32_t*>(high_plane + 4 * lane));
     }
 
     // Register r of group j: four quants.
@@ -87,13 +100,39 @@ struct Raw {
     }
 
   private:
-    __device__ static void load_two(uint32_t* to, const uint8_t* from) {
-        const uint2 two = *reinterpret_cast<const uint2*>(from);
+    template <class Read>
+    __device__ static void load_two(uint32_t* to, const uint8_t* from, Read read) {
+        const uint2 two = read(reinterpret_cast<const uint2*>(from));
         to[0] = two.x, to[1] = two.y;
     }
     __device__ static uint32_t field(const uint32_t* words, int width, int i) {
         const int a_word = 8 / width;
         return words[i / a_word] >> i % a_word * width & 0x01010101u * ((1 << width) - 1);
+    }
+};
+
+// Scales as they lie in memory, for outputs o = l / 4 and o + 8: those of a step's two groups, and its head's.
+template <int F>
+struct RawScales {
+    static constexpr int WORDS = Blocks<F>::GROUP_SCALES / 32, HEAD_WORDS = Blocks<F>::HEAD_BYTES / 32;
+    uint32_t own[2][WORDS];
+
+    template <class Read>
+    __device__ void load(const uint8_t* step, int o, Read read) {
+        for (int j = 0; j < 2; j++)
+            for (int i = 0; i < WORDS; i++)
+                own[j][i] = read(reinterpret_cast<const uint32_t*>(step + Blocks<F>::SCALES) + (8 * j + o) * WORDS + i);
+    }
+};
+
+template <int F>
+struct RawHead {
+    uint32_t words[RawScales<F>::HEAD_WORDS + 1];       // none in some formats
+
+    template <class Read>
+    __device__ void load(const uint8_t* head, int o, Read read) {
+        for (int i = 0; i < RawScales<F>::HEAD_WORDS; i++)
+            words[i] = read(reinterpret_cast<const uint32_t*>(head) + o * RawScales<F>::HEAD_WORDS + i);
     }
 };
 
@@ -104,27 +143,31 @@ struct Scales {
     int s[2][2];            // HALVED: of output and half of the group
     int s_min[2][2];        // K16_MIN
 
-    __device__ void load(const uint8_t* head, const uint8_t* step, int j, int o) {
-        constexpr int BYTES = Blocks<F>::GROUP_SCALES;
-        const uint8_t* const own = step + Blocks<F>::SCALES + BYTES * j + BYTES / 8 * o;
-        const uint8_t* const own_head = head + Blocks<F>::HEAD_BYTES / 8 * o;
+    __device__ Scales(const RawHead<F>& head, const RawScales<F>& raw, int j) {
+        const uint32_t* const own = raw.own[j];
         for (int i = 0; i < 2; i++) {
-            if constexpr (Blocks<F>::SCALING <= Scaling::ONE_MIN) d[i] = half_at(own + 2 * i);
-            if constexpr (Blocks<F>::SCALING == Scaling::ONE_MIN) m[i] = half_at(own + 4 + 2 * i);
+            if constexpr (Blocks<F>::SCALING <= Scaling::ONE_MIN) d[i] = half_of(own[0], i);
+            if constexpr (Blocks<F>::SCALING == Scaling::ONE_MIN) m[i] = half_of(own[1], i);
             if constexpr (Blocks<F>::SCALING == Scaling::K32) {     // both products are exact
-                d[i] = half_at(own_head + 2 * i) * own[i];
-                m[i] = -(half_at(own_head + 4 + 2 * i) * own[2 + i]);
+                d[i] = half_of(head.words[0], i) * byte_of(own[0], i);
+                m[i] = -(half_of(head.words[1], i) * byte_of(own[0], 2 + i));
             }
             if constexpr (Blocks<F>::HALVED) {
-                d[i] = half_at(own_head + 2 * i);
+                d[i] = half_of(head.words[0], i);
                 for (int half = 0; half < 2; half++) {
-                    const uint8_t byte = own[2 * half + i];
+                    const uint8_t byte = byte_of(own[0], 2 * half + i);
                     if constexpr (Blocks<F>::SCALING == Scaling::K16) s[i][half] = int8_t(byte);
                     else s[i][half] = byte & 15, s_min[i][half] = byte >> 4;
                 }
-                if constexpr (Blocks<F>::SCALING == Scaling::K16_MIN) m[i] = half_at(own_head + 4 + 2 * i);
+                if constexpr (Blocks<F>::SCALING == Scaling::K16_MIN) m[i] = half_of(head.words[1], i);
             }
         }
+    }
+
+  private:
+    __device__ static uint8_t byte_of(uint32_t word, int i) { return uint8_t(word >> 8 * i); }
+    __device__ static float half_of(uint32_t word, int i) {
+        return __half2float(__ushort_as_half(uint16_t(word >> 16 * i)));
     }
 };
 

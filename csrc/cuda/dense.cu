@@ -1,9 +1,10 @@
 // dense_cuda: y = x W^T on weights in bfloat16 as they lie in a file, for one to 16 rows; more are torch's business.
 //
 // Bound by memory: T operations a byte. Each weight is read once, by 16-byte loads of which a warp has eight in flight
-// (4 KB); x is rounded to bfloat16 on its way. Products are those of mma.m16n8k16, weights as the 16 rows and rows of x
-// as the 8 columns. Which input is which of a product's 16 is for us to say, if both operands say the same: so lane l
-// takes inputs 8 (l % 4) to 8 (l % 4) + 7 of each 32, one run of bytes, for two products.
+// (4 KB) while it computes on the eight before; x is rounded to bfloat16 on its way. Products are those of
+// mma.m16n8k16, weights as the 16 rows and rows of x as the 8 columns. Which input is which of a product's 16 is for us
+// to say, if both operands say the same: so lane l takes inputs 8 (l % 4) to 8 (l % 4) + 7 of each 32, one run of
+// bytes, for two products.
 // The 8 warps of a block share out the inputs of 16 outputs in segments of 128, whose sums are added in ascending
 // order: the bits do not depend on T.
 #include "common.cuh"
@@ -19,7 +20,7 @@ constexpr int64_t ROWS_SERVED = 16;
 
 // Eight numbers of bfloat16.
 __device__ uint4 weights_at(const __nv_bfloat16* w_OI, int64_t output, int64_t input, int64_t O, int64_t I) {
-    return output < O && input < I ? *reinterpret_cast<const uint4*>(w_OI + output * I + input) : uint4{};
+    return output < O && input < I ? load_once(reinterpret_cast<const uint4*>(w_OI + output * I + input)) : uint4{};
 }
 
 __device__ uint4 x_at(const float* x_TI, int64_t row, int64_t input, int64_t T, int64_t I) {
@@ -29,27 +30,38 @@ __device__ uint4 x_at(const float* x_TI, int64_t row, int64_t input, int64_t T, 
     return {bfloat_pair(a.x, a.y), bfloat_pair(a.z, a.w), bfloat_pair(b.x, b.y), bfloat_pair(b.z, b.w)};
 }
 
+// What a lane reads of 16 rows of weights for a segment: outputs `output` and + 8.
+struct Segment {
+    uint4 low[SEGMENT_STEPS], high[SEGMENT_STEPS];
+
+    __device__ void load(const __nv_bfloat16* w_OI, int64_t output, int64_t first, int64_t O, int64_t I) {
+        for (int n = 0; n < SEGMENT_STEPS; n++) {
+            low[n] = weights_at(w_OI, output, first + STEP * n, O, I);
+            high[n] = weights_at(w_OI, output + 8, first + STEP * n, O, I);
+        }
+    }
+};
+
 template <int TILES>
-__global__ void __launch_bounds__(THREADS) dense(Output out, const float* x_TI, const __nv_bfloat16* w_OI, int64_t I) {
+__global__ void __launch_bounds__(THREADS, 2) dense(Output out, const float* x_TI, const __nv_bfloat16* w_OI,
+                                                    int64_t I) {
     float* const sums = &dynamic_shared<float>();       // [segment][tile][register][lane]
     const int64_t num_segments = (I + STEP * SEGMENT_STEPS - 1) / (STEP * SEGMENT_STEPS);
     const int lane = lane_id(), row = lane / 4;
     const int64_t output = int64_t(blockIdx.x) * 16 + row;
+    const auto first_of = [lane](int64_t segment) { return segment * STEP * SEGMENT_STEPS + 8 * (lane % 4); };
+    Segment next;
+    next.load(w_OI, output, first_of(warp_id()), out.O, I);
     for (int64_t segment = warp_id(); segment < num_segments; segment += WARPS) {
-        const int64_t first = segment * STEP * SEGMENT_STEPS + 8 * (lane % 4);
-        uint4 low[SEGMENT_STEPS], high[SEGMENT_STEPS];
-#pragma unroll
-        for (int n = 0; n < SEGMENT_STEPS; n++) {
-            low[n] = weights_at(w_OI, output, first + STEP * n, out.O, I);
-            high[n] = weights_at(w_OI, output + 8, first + STEP * n, out.O, I);
-        }
+        const Segment w = next;
+        next.load(w_OI, output, first_of(segment + WARPS), out.O, I);
         float y[TILES][4] = {};
 #pragma unroll
         for (int n = 0; n < SEGMENT_STEPS; n++)
             for (int tile = 0; tile < TILES; tile++) {
-                const uint4 x = x_at(x_TI, 8 * tile + row, first + STEP * n, out.T, I);
-                mma_bf16(y[tile], {low[n].x, high[n].x, low[n].y, high[n].y}, {x.x, x.y});
-                mma_bf16(y[tile], {low[n].z, high[n].z, low[n].w, high[n].w}, {x.z, x.w});
+                const uint4 x = x_at(x_TI, 8 * tile + row, first_of(segment) + STEP * n, out.T, I);
+                mma_bf16(y[tile], {w.low[n].x, w.high[n].x, w.low[n].y, w.high[n].y}, {x.x, x.y});
+                mma_bf16(y[tile], {w.low[n].z, w.high[n].z, w.low[n].w, w.high[n].w}, {x.z, x.w});
             }
         for (int tile = 0; tile < TILES; tile++)
             for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane] = y[tile][i];

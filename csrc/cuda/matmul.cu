@@ -8,8 +8,9 @@
 // differs from any loop.)
 //
 // Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each
-// weight is read once, by 16-byte loads of which a warp has four in flight (2 KB) while it computes on the four before.
-// No shared memory but for the segments' sums.
+// weight is read once: a warp has a segment in flight, scales and all (2.3 KB), while it computes on the one before. x
+// is read again for each 16 outputs, 11 bytes an input for 8 rows beside 9 of weights, from the first cache as far as
+// it has room: weights do not take any. No shared memory but for the segments' sums.
 // More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x 64 weights and 64 x 64 numbers of x come into
 // shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64 operations for 10 KB read, 100 a byte. The two
 // fmas that scale a sum of 32 products bound it beside the tensor cores.
@@ -132,53 +133,67 @@ __device__ void add_group(float (&y)[4], const uint32_t (&a)[4], const uint32_t 
 
 // Up to 16 rows -------------------------------------------------------------------------------------------------------
 
+// What a lane reads of a panel's weights for a segment.
+template <int F>
+struct Segment {
+    Raw<F> raw[SEGMENT_STEPS];
+    RawScales<F> scales[SEGMENT_STEPS];
+    RawHead<F> head;
+
+    __device__ void load(const uint8_t* panel, int64_t segment, int64_t num_steps) {
+        const int64_t first = segment * SEGMENT_STEPS;
+        if (first < num_steps) head.load(panel + Blocks<F>::head_offset(first), lane_id() / 4, Once());
+        for (int n = 0; n < SEGMENT_STEPS && first + n < num_steps; n++) {
+            raw[n].load(panel + Blocks<F>::step_offset(first + n), lane_id(), Once());
+            scales[n].load(panel + Blocks<F>::step_offset(first + n), lane_id() / 4, Once());
+        }
+    }
+};
+static_assert(STEPS_A_HEAD == SEGMENT_STEPS);
+
+// y += the products of a segment's step n; x_step is that of the first tile.
+template <int F, int TILES>
+__device__ void add_step(float (&y)[TILES][4], const Segment<F>& w, int n, const uint8_t* x_step, int64_t x_stride,
+                         int64_t T) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const Scales<F> scales(w.head, w.scales[n], j);
+        uint32_t a[4];
+        for (int r = 0; r < 4; r++) a[r] = w.raw[n].quants(j, r);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const uint8_t* const own = x_step + tile * x_stride;
+            const int64_t num_rows = T - tile * ROWS;
+            uint2 two = {};
+            Columns columns = {};       // of rows that do not exist nothing is read
+            if (lane / 4 < num_rows) two = *reinterpret_cast<const uint2*>(own + 16 * lane + 8 * j);
+            if (lane % 4 * 2 < num_rows) columns.load(own, j, lane % 4);
+            add_group<F>(y[tile], a, {two.x, two.y}, scales, columns);
+        }
+    }
+}
+
 // A block has one panel of outputs; its warps take the segments by turns.
 template <int F, int TILES>
-__global__ void __launch_bounds__(THREADS) few_rows(Output out, const uint8_t* x, const uint8_t* packed, int64_t I) {
+__global__ void __launch_bounds__(THREADS, 2) few_rows(Output out, const uint8_t* x, const uint8_t* packed, int64_t I) {
     const int64_t num_steps = Blocks<F>::steps(I), num_segments = divide_up(num_steps, SEGMENT_STEPS);
     const uint8_t* const panel = packed + blockIdx.x * Blocks<F>::panel_bytes(I);
     float* const sums = &dynamic_shared<float>();       // [segment][tile][register][lane]
-    const int lane = lane_id();
 
-    Raw<F> next[SEGMENT_STEPS];
-    const auto fetch = [&](int64_t segment) {
-        for (int n = 0; n < SEGMENT_STEPS; n++) {
-            const int64_t step = segment * SEGMENT_STEPS + n;
-            if (step < num_steps) next[n].load(panel + Blocks<F>::step_offset(step), lane);
-        }
-    };
-    fetch(warp_id());
+    Segment<F> next;
+    next.load(panel, warp_id(), num_steps);
     for (int64_t segment = warp_id(); segment < num_segments; segment += WARPS) {
-        Raw<F> raw[SEGMENT_STEPS];
-        for (int n = 0; n < SEGMENT_STEPS; n++) raw[n] = next[n];
-        fetch(segment + WARPS);
+        const Segment<F> w = next;
+        next.load(panel, segment + WARPS, num_steps);
         float y[TILES][4] = {};
+        const int64_t num_left = num_steps - segment * SEGMENT_STEPS;
+        const uint8_t* const x_step = x + segment * SEGMENT_STEPS * X_BYTES;
 #pragma unroll
-        for (int n = 0; n < SEGMENT_STEPS; n++) {
-            const int64_t step = segment * SEGMENT_STEPS + n;
-            if (step >= num_steps) break;
-            const uint8_t* const own = panel + Blocks<F>::step_offset(step);
-            const uint8_t* const head = panel + Blocks<F>::head_offset(step);
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                Scales<F> w;
-                w.load(head, own, j, lane / 4);
-                uint32_t a[4];
-                for (int r = 0; r < 4; r++) a[r] = raw[n].quants(j, r);
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    const uint8_t* const x_step = x + (tile * num_steps + step) * X_BYTES;
-                    const int64_t num_rows = out.T - tile * ROWS;
-                    uint2 two = {};
-                    Columns columns = {};       // of rows that do not exist nothing is read
-                    if (lane / 4 < num_rows) two = *reinterpret_cast<const uint2*>(x_step + 16 * lane + 8 * j);
-                    if (lane % 4 * 2 < num_rows) columns.load(x_step, j, lane % 4);
-                    add_group<F>(y[tile], a, {two.x, two.y}, w, columns);
-                }
-            }
-        }
+        for (int n = 0; n < SEGMENT_STEPS; n++)
+            if (n < num_left) add_step<F, TILES>(y, w, n, x_step + n * X_BYTES, num_steps * X_BYTES, out.T);
         for (int tile = 0; tile < TILES; tile++)
-            for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane] = y[tile][i];
+            for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane_id()] = y[tile][i];
     }
     __syncthreads();
     put_segments(out, sums, num_segments, TILES, blockIdx.x);
@@ -212,18 +227,21 @@ __device__ void fetch(Stage<F>& stage, const uint8_t* x, const uint8_t* packed, 
 
 template <int F>
 __device__ void multiply(float (&y)[WARP_PANELS * WARP_X][4], const Stage<F>& stage,
-                         const uint8_t* const (&heads)[WARP_PANELS], int first_panel, int first_x) {
+                         const RawHead<F> (&heads)[WARP_PANELS], int first_panel, int first_x) {
     const int lane = lane_id();
     Raw<F> raw[WARP_PANELS];
-    for (int p = 0; p < WARP_PANELS; p++) raw[p].load(stage.w[first_panel + p], lane);
+    RawScales<F> scales[WARP_PANELS];
+    for (int p = 0; p < WARP_PANELS; p++) {
+        raw[p].load(stage.w[first_panel + p], lane, Again());
+        scales[p].load(stage.w[first_panel + p], lane / 4, Again());
+    }
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         uint32_t a[WARP_PANELS][4];
-        Scales<F> w[WARP_PANELS];
-        for (int p = 0; p < WARP_PANELS; p++) {
+        for (int p = 0; p < WARP_PANELS; p++)
             for (int r = 0; r < 4; r++) a[p][r] = raw[p].quants(j, r);
-            w[p].load(heads[p], stage.w[first_panel + p], j, lane / 4);
-        }
+        static_assert(WARP_PANELS == 2);
+        const Scales<F> w[WARP_PANELS] = {{heads[0], scales[0], j}, {heads[1], scales[1], j}};
 #pragma unroll
         for (int n = 0; n < WARP_X; n++) {
             const uint8_t* const x_step = stage.x[first_x + n];
@@ -250,7 +268,7 @@ __global__ void __launch_bounds__(THREADS) many_rows(Output out, const uint8_t* 
         cp_async_commit();
     }
     float y[WARP_PANELS * WARP_X][4] = {}, total[WARP_PANELS * WARP_X][4] = {};
-    const uint8_t* heads[WARP_PANELS];
+    RawHead<F> heads[WARP_PANELS];
     for (int64_t step = 0; step < num_steps; step++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();        // all see this step, and nobody needs the one before any more
@@ -259,8 +277,8 @@ __global__ void __launch_bounds__(THREADS) many_rows(Output out, const uint8_t* 
         cp_async_commit();
         for (int p = 0; p < WARP_PANELS; p++) {
             const int64_t own = panel + first_panel + p;
-            heads[p] = packed + (own < last_panel ? own : last_panel) * Blocks<F>::panel_bytes(I) +
-                       Blocks<F>::head_offset(step);
+            heads[p].load(packed + (own < last_panel ? own : last_panel) * Blocks<F>::panel_bytes(I) +
+                              Blocks<F>::head_offset(step), lane_id() / 4, Again());
         }
         multiply(y, stages[step % STAGES], heads, first_panel, first_x);
         if ((step + 1) % SEGMENT_STEPS && step + 1 < num_steps) continue;

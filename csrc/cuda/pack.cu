@@ -147,9 +147,12 @@ __device__ float weight_at(const uint8_t* panel, int o, int64_t i) {
     const int j = i % STEP / GROUP, half = i % GROUP / 16, lane = o % 8 * 4 + i % 16 / 4, k = o / 8;
     const uint8_t* const own = panel + Blocks<F>::step_offset(step);
     Raw<F> raw;
-    raw.load(own, lane);
-    Scales<F> scales;
-    scales.load(panel + Blocks<F>::head_offset(step), own, j, o % 8);
+    raw.load(own, lane, Again());
+    RawHead<F> head;
+    head.load(panel + Blocks<F>::head_offset(step), o % 8, Again());
+    RawScales<F> raw_scales;
+    raw_scales.load(own, o % 8, Again());
+    const Scales<F> scales(head, raw_scales, j);
     const uint32_t byte = raw.quants(j, 2 * half + k) >> i % 4 * 8 & 0xff;
     const float q = Blocks<F>::LOW == 8 ? int8_t(byte) : int(byte) - Blocks<F>::FORM.zero, d = scales.d[k];
     if (SCALING == Scaling::ONE) return q * d;

@@ -21,6 +21,25 @@ __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(most_in_flight) : "memory");
 }
 
+// Global memory that nobody writes and this multiprocessor does not read again: its first cache keeps what others need.
+__device__ inline uint4 load_once(const uint4* from) {
+    uint4 x;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(__cvta_generic_to_global(from)));
+    return x;
+}
+__device__ inline uint2 load_once(const uint2* from) {
+    uint2 x;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+        : "=r"(x.x), "=r"(x.y) : "l"(__cvta_generic_to_global(from)));
+    return x;
+}
+__device__ inline uint32_t load_once(const uint32_t* from) {
+    uint32_t x;
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(from)));
+    return x;
+}
+
 // Four 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void ldmatrix_x4(uint32_t (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -405,6 +405,9 @@ inline float __half2float(__half x) {
 
 // ptx.cuh's instructions ----------------------------------------------------------------------------------------------
 
+template <class T>
+T load_once(const T* from) { return *from; }
+
 // Copies arrive when they are waited for, or in the other order at once: who relies on neither is right.
 inline void cp_async_16(void* to, const void* from, int bytes = 16) {
     emu::expect_aligned(to), emu::expect_aligned(from);
