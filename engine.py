@@ -285,7 +285,7 @@ class Engine:
         h_TD, taps = self.replay.forward(batch)
         drawing = [chunk for chunk in chunks if chunk.draws]
         if drawing:
-            h_LD = h_TD if len(batch.row_L) == len(h_TD) else h_TD[batch.row_L]
+            h_LD = h_TD if batch.num_rows == batch.num_tokens else h_TD[batch.row_L]
             draw = start_draw(self.model.logits(h_LD), [chunk.draft for chunk in drawing],
                               [chunk.request.sampler for chunk in drawing], [chunk.end for chunk in drawing],
                               self.model.ops, num_unseen=int(before is not None))

@@ -169,6 +169,7 @@ class Recording:
     def __exit__(self, *_):
         self.ops.recording = None
 
+    @torch.inference_mode()
     def replay(self) -> None:
         for call in self.calls:
             call()

@@ -15,7 +15,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
@@ -30,7 +30,6 @@ from kvcache import Cache, KVSpec
 from weights import Weights
 
 
-@dataclass(frozen=True)
 class Batch:
     """One step's tokens. Request s owns rows starts_S1[s] to starts_S1[s+1], the last of its lengths_S[s] tokens.
 
@@ -40,21 +39,18 @@ class Batch:
 
     `ancestors_T` (None: no trees) has bit j set where a row sees its request's j-th new token, itself included: those
     of a request, 64 at most, may form a tree of drafts, parents before children. Others see all before them: all bits.
-    `taps` are layers whose input is wanted. All numbers lie in `number_N`, those of row_L last.
+    `taps` are layers whose input is wanted.
+
+    All numbers lie side by side, so many (`sizes`) of each: token_T, position_T, lease_S, starts_S1, lengths_S, slots_T
+    of each group, ancestors_T if there are trees, row_L. Tensors are made of them when somebody asks: who repeats a
+    recorded step copies numbers.
     """
 
-    token_T: Tensor
-    position_T: Tensor
-    slots_T: tuple[Tensor, ...]
-    tables: tuple[Tensor, ...]
-    lease_S: Tensor
-    starts_S1: Tensor
-    lengths_S: Tensor
-    row_L: Tensor
-    number_N: Tensor
-    num_exact: int | None = None
-    ancestors_T: Tensor | None = None
-    taps: tuple[int, ...] = ()
+    def __init__(self, numbers: array | Tensor, sizes: Sequence[int], tables: tuple[Tensor, ...],
+                 num_exact: int | None = None, taps: tuple[int, ...] = ()):
+        self.numbers, self.sizes, self.tables, self.num_exact, self.taps = numbers, sizes, tables, num_exact, taps
+        self.num_tokens, self.num_requests, self.num_rows = sizes[0], sizes[2], sizes[-1]
+        self.has_trees = len(sizes) > 6 + len(tables)
 
     @staticmethod
     def pack(cache: Cache, leases: Sequence[int], tokens: Sequence[Sequence[int]], pasts: Sequence[int],
@@ -66,65 +62,69 @@ class Batch:
         It is filled up to `size`, so many requests and tokens, with requests that count for nothing: of length 0, with
         a token each, and what is left of the tokens the last. Those have slot -1, "none"."""
         ends = [past + len(new) for past, new in zip(pasts, tokens)]
+        ids, most_pages = list(chain.from_iterable(tokens)), max(map(cache.pages_for, ends))
         positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
         slots = [[slot for lease, past, end in zip(leases, pasts, ends) for slot in group.slots(lease, past, end)]
                  for group in cache.groups]
         starts = list(accumulate(map(len, tokens), initial=0))
-        ancestors = None
+        ancestors: list[list[int]] = []
         if any(of is not None for of in parents):
-            ancestors = [-1] * len(positions)
+            ancestors = [[-1] * len(ids)]
             for start, past, of in zip(starts, pasts, parents):
                 if of is not None:
                     depths, masks = tree_rows(of)
                     positions[start : start + len(depths)] = [past + depth for depth in depths]
-                    ancestors[start : start + len(masks)] = masks
-        token_ids, most_pages = list(chain.from_iterable(tokens)), max(map(cache.pages_for, ends))
-        if size is not None and size != (len(leases), len(token_ids)):
-            more_requests, more_tokens = size[0] - len(leases), size[1] - len(token_ids)
+                    ancestors[0][start : start + len(masks)] = masks
+        if size is not None and size != (len(leases), len(ids)):
+            more_requests, more_tokens = size[0] - len(leases), size[1] - len(ids)
             assert 0 < more_requests <= more_tokens
-            starts += [*range(len(token_ids) + 1, len(token_ids) + more_requests), size[1]]
+            starts += [*range(len(ids) + 1, len(ids) + more_requests), size[1]]
             leases, ends = [*leases, *[0] * more_requests], [*ends, *[0] * more_requests]
-            for number_T, number in ((token_ids, 0), (positions, 0), *((slot_T, -1) for slot_T in slots),
-                                     *([] if ancestors is None else [(ancestors, -1)])):
+            for number_T, number in ((ids, 0), (positions, 0), *((of_group, -1) for of_group in (*slots, *ancestors))):
                 number_T += [number] * more_tokens
-        parts = [token_ids, positions, leases, starts, ends, *slots, *([] if ancestors is None else [ancestors]), row_L]
-        tables = tuple(group.table for group in cache.groups)
-        batch = Batch.of(id_tensor(chain.from_iterable(parts)), list(map(len, parts)), tables, num_exact, taps)
+        parts = ids, positions, leases, starts, ends, *slots, *ancestors, row_L
+        batch = Batch(array("q", chain.from_iterable(parts)), list(map(len, parts)),
+                      tuple(group.table for group in cache.groups), num_exact, taps)
         return batch if cache.device.type == "cpu" else batch.to(cache.device, most_pages)
 
-    @staticmethod
-    def of(number_N: Tensor, sizes: Sequence[int], tables: tuple[Tensor, ...], num_exact: int | None,
-           taps: tuple[int, ...]) -> "Batch":
-        """Of its numbers: token_T, position_T, lease_S, starts_S1, lengths_S, slots_T, ancestors_T if there are trees,
-        and row_L, so many of each."""
-        token_T, position_T, lease_S, starts_S1, lengths_S, *rest, row_L = torch.split_with_sizes(number_N, sizes)
-        ancestors_T = rest[-1] if len(rest) > len(tables) else None
-        return Batch(token_T, position_T, tuple(rest[: len(tables)]), tables, lease_S, starts_S1, lengths_S, row_L,
-                     number_N, num_exact, ancestors_T, taps)
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        is_here = isinstance(self.numbers, array)
+        number_N = torch.frombuffer(self.numbers, dtype=torch.int64) if is_here else self.numbers
+        return torch.split_with_sizes(number_N, self.sizes)
+
+    token_T = property(lambda self: self._tensors[0])
+    position_T = property(lambda self: self._tensors[1])
+    lease_S = property(lambda self: self._tensors[2])
+    starts_S1 = property(lambda self: self._tensors[3])
+    lengths_S = property(lambda self: self._tensors[4])
+    slots_T = property(lambda self: self._tensors[5 : 5 + len(self.tables)])
+    ancestors_T = property(lambda self: self._tensors[-2] if self.has_trees else None)
+    row_L = property(lambda self: self._tensors[-1])
 
     def to(self, device: torch.device, most_pages: int) -> "Batch":
         """The same on a device, in one copy and one for each group's tables: of these only the rows of its requests,
         as far as somebody has pages."""
-        tables = []
+        tables, first = [], self.sizes[0] + self.sizes[1]
         for table in self.tables:
-            tables.append(torch.zeros(len(self.lease_S), table.shape[1], dtype=table.dtype, device=device))
+            tables.append(torch.zeros(self.num_requests, table.shape[1], dtype=table.dtype, device=device))
             tables[-1][:, :most_pages] = kernels.sent(table[self.lease_S, :most_pages], device)
-        there = Batch.of(kernels.sent(self.number_N, device), self._sizes(), tuple(tables), self.num_exact, self.taps)
-        return replace(there, lease_S=torch.arange(len(self.lease_S), device=device))
+        numbers = self.numbers[:]
+        numbers[first : first + self.num_requests] = array("q", range(self.num_requests))
+        number_N = kernels.sent(torch.frombuffer(numbers, dtype=torch.int64), device)
+        return Batch(number_N, self.sizes, tuple(tables), self.num_exact, self.taps)
 
     def copy_(self, other: "Batch") -> None:
         """Makes this batch the other one, which has as many tokens and requests: all but `row_L`, which no layer
         reads."""
-        num = len(self.number_N) - len(self.row_L)
-        self.number_N[:num].copy_(other.number_N[:num])
+        num = sum(self.sizes[:-1])
+        if isinstance(self.numbers, array):
+            self.numbers[:num] = other.numbers[:num]
+        else:
+            self.numbers[:num].copy_(other.numbers[:num])
         for ours, theirs in zip(self.tables, other.tables, strict=True):
             if ours is not theirs:  # on a CPU all batches share the cache's own tables
                 ours.copy_(theirs)
-
-    def _sizes(self) -> list[int]:
-        tree = () if self.ancestors_T is None else (self.ancestors_T,)
-        parts = self.token_T, self.position_T, self.lease_S, self.starts_S1, self.lengths_S, *self.slots_T, *tree
-        return [*map(len, parts), len(self.row_L)]
 
 
 MOST_ROWS = 64  # of a tree: as many as a mask has bits
@@ -284,7 +284,7 @@ def kv_specs(config: ModelConfig) -> list[KVSpec]:
 
 def wide(x_LV: Tensor) -> Tensor:
     """The same numbers in at least float32."""
-    return x_LV if x_LV.dtype == torch.float64 else x_LV.float()
+    return x_LV if x_LV.dtype in (torch.float32, torch.float64) else x_LV.float()
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str | torch.device | None = None,

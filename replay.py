@@ -33,10 +33,10 @@ class Replay:
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """What Model.forward gives; it holds until the next step."""
-        is_small = len(batch.token_T) <= len(batch.lease_S) + self.MOST_MORE and batch.num_exact is None
+        is_small = batch.num_tokens <= batch.num_requests + self.MOST_MORE and batch.num_exact is None
         if self.new_recording is None or not is_small:
             return self.model.forward(batch, self.cache)
-        size = len(batch.lease_S), len(batch.token_T), batch.ancestors_T is not None, batch.taps
+        size = batch.num_requests, batch.num_tokens, batch.has_trees, batch.taps
         if size not in self.recorded:
             recording = self.new_recording()
             with recording:
