@@ -507,7 +507,7 @@ def count_pages(config: EngineConfig, specs: Sequence[KVSpec], dtype: torch.dtyp
             num_pages = min(num_pages, -(-context // config.page_size))
     if num_pages * page_bytes > free_bytes:
         fitting = int(free_bytes // page_bytes)
-        smaller = " or halve it by --cache-dtype int8" * (dtype.itemsize > 1)
+        smaller = " or halve it by --cache-dtype int8" * (dtype.itemsize > 1 and str(device) == "cpu")
         raise ValueError(f"a cache of {num_pages} pages needs {num_pages * page_bytes / 1e9:.1f} GB but "
                          f"{free_bytes / 1e9:.1f} are free: lower it to --num-pages {fitting} (--cache-memory "
                          f"{fitting * page_bytes / 1e9:.1f}, {fitting * config.page_size} tokens){smaller}")

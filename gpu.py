@@ -205,6 +205,9 @@ class Cuda:
         self.kernels = read_kernels(library)
         self.recording: Recording | None = None
         self.is_emulated = self.device.type == "cpu"
+        self.block_bytes = WIDE_BLOCK_BYTES  # memory that a block may share
+        if not self.is_emulated:
+            self.block_bytes = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
 
     def new_recorder(self) -> Callable[[], Recording | Graph]:
         if self.is_emulated:
@@ -355,6 +358,9 @@ class Cuda:
         if not all(widths):
             raise ValueError(f"heads are {k_dim} and {v_dim} wide but the CUDA kernels serve even widths up to 256: "
                              "use --device cpu")
+        if max(widths) > 128 and self.block_bytes < WIDE_BLOCK_BYTES:
+            raise ValueError(f"heads are {k_dim} wide and more than 128 take {WIDE_BLOCK_BYTES >> 10} KB a block, but "
+                             f"the GPU has {self.block_bytes >> 10}: use --kernels torch or --device cpu")
         return KV(*(self.fresh(num_pages, heads, page_size, width, dtype=dtype) for width in widths), page_size, group)
 
     def rope_angles(self, position_T: Tensor, inv_freq: Tensor, scale: float,
@@ -441,6 +447,7 @@ class Cuda:
         return kernels.distribution(x_LV.cpu(), rules)
 
 
+WIDE_BLOCK_BYTES = 163 << 10  # what attention may take at most: a block of sm_80 has so much, of sm_86 and 89 only 99
 FEW_ROWS = 16  # up to here one reading of the weights is what a product costs; cuBLAS does better with more
 FORMATS_PLAIN = {"f32": torch.float32, "bf16": torch.bfloat16}
 RULES = struct.Struct("qdqddddd4QqQ")

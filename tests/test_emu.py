@@ -181,6 +181,14 @@ def test_few_rows_on_plain_weights(ops, O, I):
 
 # The cache -----------------------------------------------------------------------------------------------------------
 
+def test_heads_that_a_small_gpu_cannot_serve(emulated, monkeypatch):
+    """One whose blocks may share 99 KB, as those of capability 8.6 and 8.9."""
+    monkeypatch.setattr(emulated, "block_bytes", 99 << 10)
+    with pytest.raises(ValueError, match="heads are 160 wide.*163 KB a block, but the GPU has 99"):
+        emulated.new_kv(1, 16, 1, 160, 160, torch.bfloat16, "cpu", 0)
+    assert emulated.new_kv(1, 16, 1, 128, 128, torch.bfloat16, "cpu", 0).k.shape == (1, 1, 16, 128)
+
+
 @pytest.mark.parametrize("H, G, A, half, B", [(4, 2, 64, 32, 16), (3, 3, 20, 10, 8), (8, 1, 128, 32, 32)])
 def test_rope_and_store(ops, H, G, A, half, B):
     T, num_pages = 9, 3
