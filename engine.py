@@ -23,6 +23,7 @@ from replay import Replay
 from sampling import Draw, Drawn, Sampler, SamplingParams, accept, chances, start_draw
 from scheduler import DEFAULT_CLASSES, AdmissionClass, Chunk, Request, Scheduler
 from speculative import Drafter, Drafting, note_chances
+from terminal import held_signals
 from tokenizer import Tokenizer
 from writer import Writer
 
@@ -241,7 +242,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Computes one ragged batch; returns what it added to each request that got something. Where the operations
         work on their own, as a device does, the next one is launched before this one's tokens are read, if it can be
-        told what it is."""
+        told what it is. Callers hold back signals meanwhile, as `generate` does: there is no telling what an exception
+        leaves half done in the midst of it."""
         now = time.perf_counter()
         outputs = [self._finish(request, "cancelled") for request in list(self.writers)
                    if request.deadline_s is not None and now >= request.deadline_s]
@@ -440,16 +442,17 @@ class Engine:
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
         """Every prompt's completions, all together in the engine: in the order of the prompts, `params.num_samples`
-        for each."""
+        for each. An interrupt ends them all, after the step in which it comes."""
         requests: list[Request] = []
-        try:
-            for prompt in prompts:
-                requests += [self.submit(prompt, sample) for sample in params.samples()]
-            while any(request.finish_reason is None for request in requests):
-                self.step()
-        finally:  # one that is refused takes the others with it, and so does an interrupt
-            for request in requests:
-                self.abort(request)
+        with held_signals() as signals:
+            try:
+                for prompt in prompts:
+                    requests += [self.submit(prompt, sample) for sample in params.samples()]
+                while not signals and any(request.finish_reason is None for request in requests):
+                    self.step()
+            finally:  # one that is refused takes the others with it
+                for request in requests:
+                    self.abort(request)
         return [Completion(r.text, r.output_ids, r.finish_reason, r.logprobs, r) for r in requests]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[Output]:
@@ -460,7 +463,8 @@ class Engine:
         try:
             while request.finish_reason is None or num_pieces < len(request.pieces):
                 if num_pieces == len(request.pieces):
-                    self.step()
+                    with held_signals():
+                        self.step()
                 text, token_ids = "".join(request.pieces[num_pieces:]), request.tokens[num_tokens:]
                 num_pieces, num_tokens = len(request.pieces), len(request.tokens)
                 if text or token_ids or request.finish_reason is not None:

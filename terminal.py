@@ -1,5 +1,5 @@
-"""What all commands share about the world outside: streams, signals, text from bytes, files that take another's
-place, a download that shows itself.
+"""What all commands share about the world outside: streams, signals (the engine's own loops hold them as well), text
+from bytes, files that take another's place, a download that shows itself.
 
 Knows nothing of models or requests. No torch.
 """
@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -66,9 +67,11 @@ def decode_utf8(data: bytes, source: str, error_class: type[ValueError] = ValueE
 @contextlib.contextmanager
 def held_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM only enter the list, and take effect at the end: in the middle of a step they would leave the
-    engine torn, in the middle of a write an answer. Whoever works meanwhile looks at the list between steps."""
+    engine torn, in the middle of a write an answer. Whoever works meanwhile looks at the list between steps. Threads
+    but the main one get no signals."""
     held: list[int] = []
-    kinds = [kind for kind in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(kind))]
+    is_main = threading.current_thread() is threading.main_thread()
+    kinds = [kind for kind in (signal.SIGINT, signal.SIGTERM) if is_main and callable(signal.getsignal(kind))]
     handlers = {kind: signal.signal(kind, lambda number, frame: held.append(number)) for kind in kinds}
     try:
         yield held

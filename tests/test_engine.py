@@ -4,6 +4,9 @@ All equalities in float64 on tiny random models; texts and stops on models that 
 """
 
 import math
+import random
+import signal
+import sys
 import time
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import tiny
+from conftest import ROOT
 from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from kvcache import Lease
@@ -540,3 +544,40 @@ class Operations(RuleBasedStateMachine):
 def test_anything_in_any_order(loaded):
     Operations.loaded = loaded
     run_state_machine_as_test(Operations, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
+
+
+# ---- interrupts
+
+
+def test_an_interrupt_ends_generate_at_once_and_leaves_the_engine_whole(loaded):
+    """At any line of the engine's bookkeeping, as a signal comes: the requests are gone, the pages are not, and those
+    that stay cached hold what they are known for."""
+    expected, num_lines = run(loaded, PROMPTS[-4:]), 0
+    modules = [str(ROOT / name) for name in ("engine.py", "scheduler.py", "kvcache.py", "writer.py", "sampling.py")]
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        if event == "line" and frame.f_code.co_filename in modules:
+            num_lines += 1
+            if num_lines == at_line:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def interrupted_run():
+        nonlocal num_lines
+        num_lines = 0
+        sys.settrace(trace)
+        try:
+            return engine.generate(PROMPTS[-4:], GREEDY)
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(None)
+
+    engine, at_line = make_engine(loaded), 0
+    assert [completion.token_ids for completion in interrupted_run()] == expected
+    for at_line in random.Random(1).sample(range(1, num_lines), 60):
+        engine = make_engine(loaded)
+        assert interrupted_run() is None and not engine.has_work
+        assert engine.cache.num_available == engine.cache.num_pages and len(engine.cache.free_rows) == 64
+        assert [completion.token_ids for completion in engine.generate(PROMPTS[-4:], GREEDY)] == expected
