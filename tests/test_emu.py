@@ -277,6 +277,16 @@ def test_attention(ops, H, G, A, B, lengths, new, window):
     assert torch.equal(out_THA, alone(ops, q_THA, kv, table, lengths, new, scale, window))
 
 
+@pytest.mark.parametrize("A", [80, 72, 20])
+def test_requests_beyond_half_a_warp_that_share_out_their_chunks(ops, A):
+    """A width of no whole warps must not cost the last ones the requests that a warp looks through together."""
+    lengths, new = [130 + i for i in range(20)], [1] * 20
+    kv, _, table = filled_cache(ops, lengths, 1, A, 16)
+    q_THA = rand(20, 2, A, seed=1)
+    out_THA = ops.attention(q_THA, kv, batch_of(table, lengths, new), 0.1, 0)
+    assert torch.equal(out_THA, alone(ops, q_THA, kv, table, lengths, new, 0.1, 0))
+
+
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("past", [0, 120, 250])
 def test_a_tree_has_the_bits_of_its_paths(ops, past, window):

@@ -229,13 +229,13 @@ __global__ void __launch_bounds__(ATTENTION_THREADS) few_new(Attention call) {
     }
 }
 
-// Grid: (heads, tokens); thread a has column a.
+// Grid: (tokens, heads); thread a has column a, of whole warps, as find_work wants them.
 template <int A>
 __global__ void merge_chunks(Attention call) {
-    const int64_t t = blockIdx.y, head = blockIdx.x, a = threadIdx.x;
+    const int64_t t = blockIdx.x, head = blockIdx.y, a = threadIdx.x;
     Work work{};
     find_work(work, call, [&](int64_t s, int64_t) { return t < call.starts_S1[s + 1]; });
-    if (!work.shared_out) return;
+    if (!work.shared_out || a >= call.A) return;
     const int64_t i = t - call.starts_S1[work.request], in_group = head % call.heads();
     const int64_t head_tile = head / call.heads() * (call.head_tiles() / call.G) + in_group / M;
     const Sight seen(call, work.request, i);
@@ -247,7 +247,7 @@ __global__ void merge_chunks(Attention call) {
         total_sum = merge(total_sum, sums[A + 1]);
         total = merge(total, sums[a]);
     }
-    if (a < call.A) call.out_THA[(t * call.H + head) * call.A + a] = result(total, total_sum);
+    call.out_THA[(t * call.H + head) * call.A + a] = result(total, total_sum);
 }
 
 // Many new tokens -----------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ int attend(const Attention& call, cudaStream_t stream) {
     int status = launch(few_new<A>, dim3(most_items < at_a_time ? most_items : at_a_time), threads, sizeof(FewNew<A>),
                         stream, call);
     if (status == OK && call.table_stride * call.B > CHUNK)
-        status = launch(merge_chunks<A>, dim3(call.H, call.T), dim3(A), 0, stream, call);
+        status = launch(merge_chunks<A>, dim3(call.T, call.H), dim3(divide_up(A, WARP) * WARP), 0, stream, call);
     if (status == OK && call.T - call.S + 1 > FEW_NEW)      // else no request has so many
         status = launch(many_new<A>, dim3(divide_up(call.T * (call.H / call.G), BLOCK_ROWS) + call.S, call.G), threads,
                         sizeof(ManyNew<A>), stream, call);
