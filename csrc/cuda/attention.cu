@@ -446,8 +446,10 @@ int attend(const Attention& call, cudaStream_t stream) {
                         stream, call);
     if (status == OK && call.table_stride * call.B > CHUNK)
         status = launch(merge_chunks<A>, dim3(call.T, call.H), dim3(divide_up(A, WARP) * WARP), 0, stream, call);
-    if (status == OK && call.T - call.S + 1 > FEW_NEW)      // else no request has so many
-        status = launch(many_new<A>, dim3(divide_up(call.T * (call.H / call.G), BLOCK_ROWS) + call.S, call.G), threads,
+    // Beside requests of no new tokens one may have all of T. A request's last tile need not be full.
+    const int64_t most_requests = call.T / (FEW_NEW + 1);
+    if (status == OK && most_requests > 0)
+        status = launch(many_new<A>, dim3(call.T * (call.H / call.G) / BLOCK_ROWS + most_requests, call.G), threads,
                         sizeof(ManyNew<A>), stream, call);
     return status;
 }
@@ -472,7 +474,7 @@ int attention_cuda(float* out_THA, const float* q_THA, const void* k_cache, cons
                    const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, const int64_t* ancestors_T,
                    void* workspace, int64_t T, int64_t S, int64_t H, int64_t G, int64_t A, int64_t B,
                    int64_t table_stride, float scale, int64_t window, Stream stream) {
-    if (T < 0 || T > 65535 || S < 0 || G < 1 || H < 1 || H % G || B < 1 || window < 0 || !kv_width(A)) return BAD_SIZE;
+    if (T < 0 || S < 0 || G < 1 || H < 1 || H % G || B < 1 || window < 0 || !kv_width(A)) return BAD_SIZE;
     if (T == 0) return OK;
     constexpr float LOG2_E = 1.44269504f;
     const Attention call = {out_THA, q_THA, (const __nv_bfloat16*)k_cache, (const __nv_bfloat16*)v_cache, table, row_S,
