@@ -23,7 +23,7 @@ def load() -> gpu.Cuda:
     library = ctypes.CDLL(str(native.built(folder, gpu.NAME, compile_into, lambda: None)))
     library.emu_error.restype = ctypes.c_char_p
     ops = gpu.Cuda(library, "cpu")
-    ops.set_order = library.emu_set_order
+    ops.set_order, ops.set_block_bytes = library.emu_set_order, library.emu_set_block_bytes
     return ops
 
 

@@ -75,6 +75,26 @@ def test_silu_mul(ops, T, F):
     assert_close(ops.silu_mul(x_T2F), kernels.silu_mul(x_T2F.double()), kernels.silu_mul(x_T2F))
 
 
+@pytest.mark.slow
+def test_more_rows_than_a_grid_has_in_its_second_dimension(ops):
+    """65,535; the last row against the same alone. (Attention looks through all requests for every one: too slow.)"""
+    T, A, last = 65_540, 32, slice(65_539, 65_540)
+    x_TD, slot_T = rand(T, A), torch.arange(T)
+    for work in (ops.silu_mul, lambda x_TD: ops.rms_norm(x_TD, torch.ones(A), 1e-5)):
+        assert torch.equal(work(x_TD)[last], work(x_TD[last].clone()))
+    table = ops.pack([("q8_0", (16, A), random_blocks("q8_0", 16, A))])
+    token_T = slot_T % 16
+    assert torch.equal(ops.embed(table, token_T)[last], ops.embed(table, token_T[last].clone()))
+    assert torch.equal(ops.linear(x_TD, table)[last], ops.linear(x_TD[last].clone(), table))
+    angles = ops.rope_angles(slot_T, kernels.rope_frequencies(10000.0, A), 1.0, torch.float32)
+    kv, alone_kv = (ops.new_kv(T // 4, 4, 1, A, A, torch.bfloat16, "cpu", 0) for _ in range(2))
+    qkv_TX = rand(T, 3 * A, seed=1)
+    q_THA = ops.rope_store_(kv, qkv_TX, angles, slot_T, A)
+    own = qkv_TX[last].clone(), tuple(angle[last].clone() for angle in angles), slot_T[last].clone()
+    assert torch.equal(q_THA[last], ops.rope_store_(alone_kv, *own, A))
+    assert torch.equal(kv.k[-1, :, 3], alone_kv.k[-1, :, 3]) and torch.equal(kv.v[-1, :, 3], alone_kv.v[-1, :, 3])
+
+
 def test_tensors_with_gaps_or_of_another_type_are_refused(emulated):
     x_TD = rand(4, 64)
     for bad in (x_TD[:, :32], x_TD.t(), x_TD.double(), x_TD[:, :32].expand(4, 32)):
@@ -179,6 +199,29 @@ def test_few_rows_on_plain_weights(ops, O, I):
         assert torch.equal(ops.linear(x_TI[:num].clone(), weights, bias_O), y_TO[:num])
 
 
+@pytest.fixture
+def small_blocks(emulated):
+    """Whose blocks may share 99 KB, as those of capability 8.6 and 8.9."""
+    emulated.set_block_bytes(99 << 10)
+    yield emulated
+    emulated.set_block_bytes(227 << 10)
+
+
+@pytest.mark.parametrize("name", ["bf16", "q4_0"])
+def test_many_inputs_fit_a_small_gpu(small_blocks, name):
+    """Whose segments' sums would take more, all together; many rows, which keep theirs in registers, have the bits."""
+    I = 65536
+    raw = random_blocks(name, 16, I) if name != "bf16" else rand(16, I, seed=1).bfloat16().view(torch.uint8)
+    weights, x_TI = small_blocks.pack([(name, (16, I), raw)]), rand(20, I)
+    y_TO = small_blocks.linear(x_TI[:16].clone(), weights)
+    weight_OI = quant.dequantize(raw.flatten(), name, (16, I), torch.float64)
+    exact_TO = kernels.linear(x_TI[:16].double(), weight_OI)
+    assert (y_TO - exact_TO).abs().max() < 0.01 * exact_TO.abs().max()
+    assert torch.equal(small_blocks.linear(x_TI[:5].clone(), weights), y_TO[:5])
+    if name != "bf16":
+        assert torch.equal(small_blocks.linear(x_TI, weights)[:16], y_TO)
+
+
 # The cache -----------------------------------------------------------------------------------------------------------
 
 def test_heads_that_a_small_gpu_cannot_serve(emulated, monkeypatch):
@@ -275,6 +318,26 @@ def test_attention(ops, H, G, A, B, lengths, new, window):
     exact_THA = kernels.attention(q_THA.double(), in_float64, batch, scale, window)
     assert_close(out_THA, exact_THA, kernels.attention(q_THA.bfloat16(), reference, batch, scale, window).double())
     assert torch.equal(out_THA, alone(ops, q_THA, kv, table, lengths, new, scale, window))
+
+
+@pytest.mark.parametrize("A", [80, 72, 20])
+def test_requests_beyond_half_a_warp_that_share_out_their_chunks(ops, A):
+    """A width of no whole warps must not cost the last ones the requests that a warp looks through together."""
+    lengths, new = [130 + i for i in range(20)], [1] * 20
+    kv, _, table = filled_cache(ops, lengths, 1, A, 16)
+    q_THA = rand(20, 2, A, seed=1)
+    out_THA = ops.attention(q_THA, kv, batch_of(table, lengths, new), 0.1, 0)
+    assert torch.equal(out_THA, alone(ops, q_THA, kv, table, lengths, new, 0.1, 0))
+
+
+@pytest.mark.parametrize("new", [[17, 0], [40] + [0] * 30, [0, 20, 0], [0, 0], [0, 3, 0]])
+def test_requests_without_new_tokens_stand_beside_others(ops, new):
+    lengths = [50] * len(new)
+    kv, _, table = filled_cache(ops, lengths, 1, 64, 16)
+    q_THA = rand(sum(new), 2, 64, seed=1)
+    out_THA = ops.attention(q_THA, kv, batch_of(table, lengths, new), 0.1, 0)
+    want = alone(ops, q_THA, kv, table, lengths, new, 0.1, 0) if any(new) else q_THA
+    assert torch.equal(out_THA, want)
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -433,6 +496,31 @@ def test_a_divergent_barrier_is_told_with_its_line(tmp_path, body, message):
     done = said(tmp_path, body)
     assert done.returncode == 0 and done.stdout.startswith("6 divergent barrier in block (0, 0, 0)")
     assert re.search(message, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("grid, block, shared_bytes", [
+    ("0", "64", "0"), ("1, 0", "64", "0"), ("1, 65536", "64", "0"), ("1, 1, 65536", "64", "0"), ("1", "0", "0"),
+    ("1", "1025", "0"), ("1", "64", "(227 << 10) + 1"),
+])
+def test_a_launch_that_a_device_refuses_is_refused_with_its_sizes(tmp_path, grid, block, shared_bytes):
+    launched = "launch(kernel, dim3({}), dim3({}), {},"
+    text = PROGRAM.format(body="    out[0] = thread;")
+    text = text.replace(launched.format("1", "64", "sizeof(Shared)"), launched.format(grid, block, shared_bytes))
+    done = emulator.run_program(tmp_path, text)
+    assert done.stdout.startswith("6 a grid of ") and "but there are at most" in done.stdout
+
+
+@pytest.mark.parametrize("call", ["__shfl_sync({}, thread, 0)", "__shfl_xor_sync({}, thread, 1)",
+                                  "__shfl_up_sync({}, thread, 1)", "int(__ballot_sync({}, true))",
+                                  "(__syncwarp({}), 1)"])
+def test_a_mask_of_lanes_that_are_not_there_is_told(tmp_path, call):
+    def said_by_80_threads(mask: str) -> str:
+        text = PROGRAM.format(body=f"    if (thread >= 64) out[thread - 64] = {call.format(mask)};")
+        return emulator.run_program(tmp_path, text.replace("dim3(64)", "dim3(80)")).stdout
+
+    assert re.match(r"6 the mask ffffffff at .*program.cu:9 names lanes that a warp of 16 does not have",
+                    said_by_80_threads("ALL_LANES"))
+    assert len(said_by_80_threads("0xffffu").splitlines()) == 2
 
 
 COPY = ("cp_async_16(shared.numbers + thread % 16 * 4, from + thread % 16); cp_async_commit(); {wait} "

@@ -229,13 +229,13 @@ __global__ void __launch_bounds__(ATTENTION_THREADS) few_new(Attention call) {
     }
 }
 
-// Grid: (heads, tokens); thread a has column a.
+// Grid: (tokens, heads); thread a has column a, of whole warps, as find_work wants them.
 template <int A>
 __global__ void merge_chunks(Attention call) {
-    const int64_t t = blockIdx.y, head = blockIdx.x, a = threadIdx.x;
+    const int64_t t = blockIdx.x, head = blockIdx.y, a = threadIdx.x;
     Work work{};
     find_work(work, call, [&](int64_t s, int64_t) { return t < call.starts_S1[s + 1]; });
-    if (!work.shared_out) return;
+    if (!work.shared_out || a >= call.A) return;
     const int64_t i = t - call.starts_S1[work.request], in_group = head % call.heads();
     const int64_t head_tile = head / call.heads() * (call.head_tiles() / call.G) + in_group / M;
     const Sight seen(call, work.request, i);
@@ -247,7 +247,7 @@ __global__ void merge_chunks(Attention call) {
         total_sum = merge(total_sum, sums[A + 1]);
         total = merge(total, sums[a]);
     }
-    if (a < call.A) call.out_THA[(t * call.H + head) * call.A + a] = result(total, total_sum);
+    call.out_THA[(t * call.H + head) * call.A + a] = result(total, total_sum);
 }
 
 // Many new tokens -----------------------------------------------------------------------------------------------------
@@ -445,9 +445,11 @@ int attend(const Attention& call, cudaStream_t stream) {
     int status = launch(few_new<A>, dim3(most_items < at_a_time ? most_items : at_a_time), threads, sizeof(FewNew<A>),
                         stream, call);
     if (status == OK && call.table_stride * call.B > CHUNK)
-        status = launch(merge_chunks<A>, dim3(call.H, call.T), dim3(A), 0, stream, call);
-    if (status == OK && call.T - call.S + 1 > FEW_NEW)      // else no request has so many
-        status = launch(many_new<A>, dim3(divide_up(call.T * (call.H / call.G), BLOCK_ROWS) + call.S, call.G), threads,
+        status = launch(merge_chunks<A>, dim3(call.T, call.H), dim3(divide_up(A, WARP) * WARP), 0, stream, call);
+    // Beside requests of no new tokens one may have all of T. A request's last tile need not be full.
+    const int64_t most_requests = call.T / (FEW_NEW + 1);
+    if (status == OK && most_requests > 0)
+        status = launch(many_new<A>, dim3(call.T * (call.H / call.G) / BLOCK_ROWS + most_requests, call.G), threads,
                         sizeof(ManyNew<A>), stream, call);
     return status;
 }
@@ -472,7 +474,7 @@ int attention_cuda(float* out_THA, const float* q_THA, const void* k_cache, cons
                    const int64_t* row_S, const int64_t* starts_S1, const int64_t* lengths_S, const int64_t* ancestors_T,
                    void* workspace, int64_t T, int64_t S, int64_t H, int64_t G, int64_t A, int64_t B,
                    int64_t table_stride, float scale, int64_t window, Stream stream) {
-    if (T < 0 || T > 65535 || S < 0 || G < 1 || H < 1 || H % G || B < 1 || window < 0 || !kv_width(A)) return BAD_SIZE;
+    if (T < 0 || S < 0 || G < 1 || H < 1 || H % G || B < 1 || window < 0 || !kv_width(A)) return BAD_SIZE;
     if (T == 0) return OK;
     constexpr float LOG2_E = 1.44269504f;
     const Attention call = {out_THA, q_THA, (const __nv_bfloat16*)k_cache, (const __nv_bfloat16*)v_cache, table, row_S,

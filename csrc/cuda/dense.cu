@@ -42,32 +42,37 @@ struct Segment {
     }
 };
 
+static_assert(ROUND_SEGMENTS % WARPS == 0);
+
 template <int TILES>
 __global__ void __launch_bounds__(THREADS, 2) dense(Output out, const float* x_TI, const __nv_bfloat16* w_OI,
                                                     int64_t I) {
-    float* const sums = &dynamic_shared<float>();       // [segment][tile][register][lane]
+    auto& shared = dynamic_shared<Sums<TILES>>();
+    Total<TILES> total;
     const int64_t num_segments = (I + STEP * SEGMENT_STEPS - 1) / (STEP * SEGMENT_STEPS);
     const int lane = lane_id(), row = lane / 4;
     const int64_t output = int64_t(blockIdx.x) * 16 + row;
     const auto first_of = [lane](int64_t segment) { return segment * STEP * SEGMENT_STEPS + 8 * (lane % 4); };
     Segment next;
     next.load(w_OI, output, first_of(warp_id()), out.O, I);
-    for (int64_t segment = warp_id(); segment < num_segments; segment += WARPS) {
-        const Segment w = next;
-        next.load(w_OI, output, first_of(segment + WARPS), out.O, I);
-        float y[TILES][4] = {};
+    for (int64_t first = 0; first < num_segments; first += ROUND_SEGMENTS) {
+        const int64_t end = first + ROUND_SEGMENTS < num_segments ? first + ROUND_SEGMENTS : num_segments;
+        for (int64_t segment = first + warp_id(); segment < end; segment += WARPS) {
+            const Segment w = next;
+            next.load(w_OI, output, first_of(segment + WARPS), out.O, I);
+            float y[TILES][4] = {};
 #pragma unroll
-        for (int n = 0; n < SEGMENT_STEPS; n++)
-            for (int tile = 0; tile < TILES; tile++) {
-                const uint4 x = x_at(x_TI, 8 * tile + row, first_of(segment) + STEP * n, out.T, I);
-                mma_bf16(y[tile], {w.low[n].x, w.high[n].x, w.low[n].y, w.high[n].y}, {x.x, x.y});
-                mma_bf16(y[tile], {w.low[n].z, w.high[n].z, w.low[n].w, w.high[n].w}, {x.z, x.w});
-            }
-        for (int tile = 0; tile < TILES; tile++)
-            for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane] = y[tile][i];
+            for (int n = 0; n < SEGMENT_STEPS; n++)
+                for (int tile = 0; tile < TILES; tile++) {
+                    const uint4 x = x_at(x_TI, 8 * tile + row, first_of(segment) + STEP * n, out.T, I);
+                    mma_bf16(y[tile], {w.low[n].x, w.high[n].x, w.low[n].y, w.high[n].y}, {x.x, x.y});
+                    mma_bf16(y[tile], {w.low[n].z, w.high[n].z, w.low[n].w, w.high[n].w}, {x.z, x.w});
+                }
+            shared.put(int(segment - first), y);
+        }
+        total.add(shared, int(end - first));
     }
-    __syncthreads();
-    put_segments(out, sums, num_segments, TILES, blockIdx.x);
+    total.put(out, blockIdx.x);
 }
 
 }  // namespace
@@ -80,8 +85,8 @@ int dense_cuda(float* y_TO, const float* x_TI, const void* w_OI, const float* bi
     if (T < 0 || T > ROWS_SERVED || O < 1 || I < 8 || I % 8 || column < 0 || column + O > stride) return BAD_SIZE;
     if (T == 0) return OK;
     const Output out = {y_TO, bias_O, T, O, column, stride, accumulate};
-    const int64_t segments = divide_up(I, STEP * SEGMENT_STEPS), tiles = divide_up(T, 8);
+    const int64_t tiles = divide_up(T, 8);
     return launch(tiles == 1 ? dense<1> : dense<2>, dim3(divide_up(O, 16)), dim3(THREADS),
-                  segments * tiles * 4 * WARP * sizeof(float), cudaStream_t(stream), out, x_TI,
+                  tiles == 1 ? sizeof(Sums<1>) : sizeof(Sums<2>), cudaStream_t(stream), out, x_TI,
                   (const __nv_bfloat16*)w_OI, I);
 }

@@ -10,7 +10,7 @@
 // Up to 16 rows, `few_rows`: bound by memory, 2 T operations a weight, so at 4.5 bits a weight 3.6 T a byte. Each
 // weight is read once: a warp has a segment in flight, scales and all (2.3 KB), while it computes on the one before. x
 // is read again for each 16 outputs, 11 bytes an input for 8 rows beside 9 of weights, from the first cache as far as
-// it has room: weights do not take any. No shared memory but for the segments' sums.
+// it has room: weights do not take any. No shared memory but for the sums of a round of segments.
 // More rows, `many_rows`: tiles of 128 outputs x 64 rows; of a step 128 x 64 weights and 64 x 64 numbers of x come into
 // shared memory by cp.async, three steps in flight: 2 * 128 * 64 * 64 operations for 10 KB read, 100 a byte. The two
 // fmas that scale a sum of 32 products bound it beside the tensor cores.
@@ -39,11 +39,12 @@ __device__ int quad_sum(int x) {
     return x;
 }
 
-// A warp a step of a tile of 8 rows: lane l has row l / 4. Rows and inputs that do not exist are zeros.
+// Grid: (tiles of 8 rows, steps by 8). A warp a step of a tile: lane l has row l / 4. Rows and inputs that do
+// not exist are zeros.
 __global__ void quantize(uint8_t* quantized, const float* x_TI, int64_t T, int64_t I, int64_t num_steps) {
-    const int64_t step = int64_t(blockIdx.x) * WARPS + warp_id(), row = int64_t(blockIdx.y) * ROWS + lane_id() / 4;
+    const int64_t step = int64_t(blockIdx.y) * WARPS + warp_id(), row = int64_t(blockIdx.x) * ROWS + lane_id() / 4;
     if (step >= num_steps) return;
-    uint8_t* const own = quantized + (blockIdx.y * num_steps + step) * X_BYTES;
+    uint8_t* const own = quantized + (blockIdx.x * num_steps + step) * X_BYTES;
     for (int j = 0; j < 2; j++) {
         const int64_t group = step * STEP + GROUP * j;
         float x[2][4] = {};
@@ -149,7 +150,7 @@ struct Segment {
         }
     }
 };
-static_assert(STEPS_A_HEAD == SEGMENT_STEPS);
+static_assert(STEPS_A_HEAD == SEGMENT_STEPS && ROUND_SEGMENTS % WARPS == 0);
 
 // y += the products of a segment's step n; x_step is that of the first tile.
 template <int F, int TILES>
@@ -179,24 +180,27 @@ template <int F, int TILES>
 __global__ void __launch_bounds__(THREADS, 2) few_rows(Output out, const uint8_t* x, const uint8_t* packed, int64_t I) {
     const int64_t num_steps = Blocks<F>::steps(I), num_segments = divide_up(num_steps, SEGMENT_STEPS);
     const uint8_t* const panel = packed + blockIdx.x * Blocks<F>::panel_bytes(I);
-    float* const sums = &dynamic_shared<float>();       // [segment][tile][register][lane]
+    auto& shared = dynamic_shared<Sums<TILES>>();
+    Total<TILES> total;
 
     Segment<F> next;
     next.load(panel, warp_id(), num_steps);
-    for (int64_t segment = warp_id(); segment < num_segments; segment += WARPS) {
-        const Segment<F> w = next;
-        next.load(panel, segment + WARPS, num_steps);
-        float y[TILES][4] = {};
-        const int64_t num_left = num_steps - segment * SEGMENT_STEPS;
-        const uint8_t* const x_step = x + segment * SEGMENT_STEPS * X_BYTES;
+    for (int64_t first = 0; first < num_segments; first += ROUND_SEGMENTS) {
+        const int64_t end = first + ROUND_SEGMENTS < num_segments ? first + ROUND_SEGMENTS : num_segments;
+        for (int64_t segment = first + warp_id(); segment < end; segment += WARPS) {
+            const Segment<F> w = next;
+            next.load(panel, segment + WARPS, num_steps);
+            float y[TILES][4] = {};
+            const int64_t num_left = num_steps - segment * SEGMENT_STEPS;
+            const uint8_t* const x_step = x + segment * SEGMENT_STEPS * X_BYTES;
 #pragma unroll
-        for (int n = 0; n < SEGMENT_STEPS; n++)
-            if (n < num_left) add_step<F, TILES>(y, w, n, x_step + n * X_BYTES, num_steps * X_BYTES, out.T);
-        for (int tile = 0; tile < TILES; tile++)
-            for (int i = 0; i < 4; i++) sums[((segment * TILES + tile) * 4 + i) * WARP + lane_id()] = y[tile][i];
+            for (int n = 0; n < SEGMENT_STEPS; n++)
+                if (n < num_left) add_step<F, TILES>(y, w, n, x_step + n * X_BYTES, num_steps * X_BYTES, out.T);
+            shared.put(int(segment - first), y);
+        }
+        total.add(shared, int(end - first));
     }
-    __syncthreads();
-    put_segments(out, sums, num_segments, TILES, blockIdx.x);
+    total.put(out, blockIdx.x);
 }
 
 // More rows -----------------------------------------------------------------------------------------------------------
@@ -301,9 +305,9 @@ int multiply(const Output& out, const uint8_t* x, const uint8_t* packed, int64_t
         const dim3 grid(divide_up(out.T, TILE_ROWS), divide_up(num_panels(out.O), TILE_PANELS));
         return launch(many_rows<F>, grid, dim3(THREADS), sizeof(Stage<F>[STAGES]), stream, out, x, packed, I);
     }
-    const int64_t tiles = divide_up(out.T, ROWS), segments = divide_up(Blocks<F>::steps(I), SEGMENT_STEPS);
+    const int64_t tiles = divide_up(out.T, ROWS);
     return launch(tiles == 1 ? few_rows<F, 1> : few_rows<F, 2>, dim3(num_panels(out.O)), dim3(THREADS),
-                  segments * tiles * 4 * WARP * sizeof(float), stream, out, x, packed, I);
+                  tiles == 1 ? sizeof(Sums<1>) : sizeof(Sums<2>), stream, out, x, packed, I);
 }
 
 }  // namespace
@@ -317,7 +321,7 @@ int quantize_cuda(void* quantized, const float* x_TI, int64_t T, int64_t I, Stre
     if (T < 0 || I < 1 || I % GROUP) return BAD_SIZE;
     if (T == 0) return OK;
     const int64_t num_steps = divide_up(I, STEP);
-    return launch(quantize, dim3(divide_up(num_steps, WARPS), x_tiles(T)), dim3(THREADS), 0, cudaStream_t(stream),
+    return launch(quantize, dim3(x_tiles(T), divide_up(num_steps, WARPS)), dim3(THREADS), 0, cudaStream_t(stream),
                   (uint8_t*)quantized, x_TI, T, I, num_steps);
 }
 

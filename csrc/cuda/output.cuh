@@ -18,16 +18,39 @@ struct Output {
     }
 };
 
-// The end of a block whose warps have shared out the inputs: sums[segment][tile][register][lane] of products of 16
-// outputs x 8 rows a tile, added in the order of the segments. For blocks of at least `tiles` * 128 threads.
-__device__ inline void put_segments(const Output& out, const float* sums, int64_t num_segments, int tiles,
-                                    int64_t panel) {
-    const int thread = int(threadIdx.x), lane = thread % WARP;
-    if (thread >= tiles * 4 * WARP) return;
-    const int tile = thread / (4 * WARP), i = thread / WARP % 4;
+// How a block ends whose warps have shared out the inputs in segments, of products of 16 outputs x 8 rows a tile: the
+// segments' sums meet in shared memory and are added in ascending order. A round of segments at a time, so that a block
+// asks for 16 KB a tile, which every device has, however many inputs there are.
+constexpr int ROUND_SEGMENTS = 32;
+
+template <int TILES>
+struct Sums {
+    float segment[ROUND_SEGMENTS][TILES][4][WARP];      // tile, register, lane
+
+    __device__ void put(int n, const float (&y)[TILES][4]) {
+        for (int tile = 0; tile < TILES; tile++)
+            for (int i = 0; i < 4; i++) segment[n][tile][i][lane_id()] = y[tile][i];
+    }
+};
+
+// A thread's: the n-th has register n of all tiles and lanes. For blocks of at least TILES * 128 threads.
+template <int TILES>
+struct Total {
     float y = 0;
-    for (int64_t segment = 0; segment < num_segments; segment++) y += sums[segment * tiles * 4 * WARP + thread];
-    out.put(tile * 8 + lane % 4 * 2 + i % 2, panel * 16 + lane / 4 + i / 2 * 8, y);
-}
+    int tile = int(threadIdx.x) / (4 * WARP), i = int(threadIdx.x) / WARP % 4;
+
+    // The round's first `num` segments; all threads of the block come here.
+    __device__ void add(const Sums<TILES>& sums, int num) {
+        __syncthreads();
+        if (tile < TILES)
+            for (int n = 0; n < num; n++) y += sums.segment[n][tile][i][lane_id()];
+        __syncthreads();        // the next round may write
+    }
+    __device__ void put(const Output& out, int64_t panel) const {
+        const int lane = lane_id();
+        if (tile < TILES)
+            out.put(tile * 8 + lane % 4 * 2 + i % 2, panel * 16 + lane / 4 + i / 2 * 8, y);
+    }
+};
 
 }  // namespace quire

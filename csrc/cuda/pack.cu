@@ -161,12 +161,12 @@ __device__ float weight_at(const uint8_t* panel, int o, int64_t i) {
     return SCALING == Scaling::K16 ? small : small - scales.m[k] * scales.s_min[k][half];
 }
 
-// Grid: (pieces of a row, tokens).
+// Grid: (tokens, pieces of a row).
 template <int F>
 __global__ void embed(float* x_TD, const uint8_t* packed, const int64_t* token_T, int64_t D) {
-    const int64_t d = int64_t(blockIdx.x) * THREADS + threadIdx.x, token = token_T[blockIdx.y];
+    const int64_t d = int64_t(blockIdx.y) * THREADS + threadIdx.x, token = token_T[blockIdx.x];
     const uint8_t* const panel = packed + token / PANEL * Blocks<F>::panel_bytes(D);
-    if (d < D) x_TD[blockIdx.y * D + d] = weight_at<F>(panel, token % PANEL, d);
+    if (d < D) x_TD[blockIdx.x * D + d] = weight_at<F>(panel, token % PANEL, d);
 }
 
 }  // namespace
@@ -195,11 +195,11 @@ int pack_cuda(void* packed, const void* raw, int32_t format, int64_t O, int64_t 
 int embed_cuda(float* x_TD, const void* packed, const int64_t* token_T, int32_t format, int64_t T, int64_t O, int64_t D,
                Stream stream) {
     if (!pack_bytes_cuda(format, O, D)) return layout(format).quantized() ? BAD_SIZE : BAD_FORMAT;
-    if (T < 0 || T > 65535) return BAD_SIZE;
+    if (T < 0) return BAD_SIZE;
     if (T == 0) return OK;
 #define EMBED(F)                                                                                                      \
     if (format == F)                                                                                                  \
-        return launch(embed<F>, dim3(divide_up(D, THREADS), T), dim3(THREADS), 0, cudaStream_t(stream), x_TD,         \
+        return launch(embed<F>, dim3(T, divide_up(D, THREADS)), dim3(THREADS), 0, cudaStream_t(stream), x_TD,         \
                       (const uint8_t*)packed, token_T, D);
     BLOCK_FORMATS(EMBED)
     return BAD_FORMAT;

@@ -43,11 +43,11 @@ __global__ void __launch_bounds__(THREADS) rms_norm(float* out_TD, const float* 
 
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
 
-// Grid: (pieces of a row, rows).
+// Grid: (rows, pieces of a row): of the dimensions only the first passes 65,535.
 __global__ void __launch_bounds__(THREADS) silu_mul(float* act_TF, const float* x_T2F, int64_t F) {
-    const float *const gate = x_T2F + blockIdx.y * 2 * F, *const up = gate + F;
-    float* const act = act_TF + blockIdx.y * F;
-    const int64_t thread = blockIdx.x * THREADS + threadIdx.x;
+    const float *const gate = x_T2F + int64_t(blockIdx.x) * 2 * F, *const up = gate + F;
+    float* const act = act_TF + int64_t(blockIdx.x) * F;
+    const int64_t thread = blockIdx.y * THREADS + threadIdx.x;
     if (F % 4) {
         for (int64_t f = 4 * thread; f < 4 * thread + 4 && f < F; f++) act[f] = silu(gate[f]) * up[f];
     } else if (4 * thread < F) {
@@ -107,8 +107,7 @@ int rms_norm_cuda(float* out_TD, const float* x_TD, const float* weight_D, int64
 int silu_mul_cuda(float* act_TF, const float* x_T2F, int64_t T, int64_t F, Stream stream) {
     if (T < 0 || F < 1) return BAD_SIZE;
     if (T == 0) return OK;
-    if (T > 65535) return BAD_SIZE;
-    return launch(silu_mul, dim3(divide_up(F, 4 * THREADS), T), dim3(THREADS), 0, cudaStream_t(stream), act_TF, x_T2F,
+    return launch(silu_mul, dim3(T, divide_up(F, 4 * THREADS)), dim3(THREADS), 0, cudaStream_t(stream), act_TF, x_T2F,
                   F);
 }
 

@@ -26,11 +26,11 @@ __device__ float rotated(const float* x, const float* cos, const float* sin, int
     return x[a];
 }
 
-// Grid: (H + G heads, tokens): a warp's block turns a query, or stores a key and its value.
+// Grid: (tokens, H + G heads): a warp's block turns a query, or stores a key and its value.
 __global__ void rope_store(float* q_THA, __nv_bfloat16* k_cache, __nv_bfloat16* v_cache, const float* qkv_TX,
                            const float* cos_TA, const float* sin_TA, const int64_t* slot_T, int64_t H, int64_t G,
                            int64_t A, int64_t half, int64_t B, int64_t width) {
-    const int64_t t = blockIdx.y, head = blockIdx.x;
+    const int64_t t = blockIdx.x, head = blockIdx.y;
     const float *const cos = cos_TA + t * half, *const sin = sin_TA + t * half;
     const float* const x = qkv_TX + (t * (H + 2 * G) + head) * A;
     if (head < H) {
@@ -82,9 +82,9 @@ int rope_angles_cuda(float* cos, float* sin, const int64_t* position_T, const do
 int rope_store_cuda(float* q_THA, void* k_cache, void* v_cache, const float* qkv_TX, const float* cos, const float* sin,
                     const int64_t* slot_T, int64_t T, int64_t H, int64_t G, int64_t A, int64_t half, int64_t B,
                     Stream stream) {
-    if (T < 0 || T > 65535 || H < 1 || G < 1 || half < 0 || 2 * half > A || B < 1 || !kv_width(A)) return BAD_SIZE;
+    if (T < 0 || H < 1 || G < 1 || half < 0 || 2 * half > A || B < 1 || !kv_width(A)) return BAD_SIZE;
     if (T == 0) return OK;
-    return launch(rope_store, dim3(H + G, T), dim3(WARP), 0, cudaStream_t(stream), q_THA, (__nv_bfloat16*)k_cache,
+    return launch(rope_store, dim3(T, H + G), dim3(WARP), 0, cudaStream_t(stream), q_THA, (__nv_bfloat16*)k_cache,
                   (__nv_bfloat16*)v_cache, qkv_TX, cos, sin, slot_T, H, G, A, half, B, kv_width(A));
 }
 

@@ -5,9 +5,12 @@
 // two orders. Where threads of a block wait in different places, or some wait and others have ended, `launch` says so
 // with file and line and returns DEVICE_ERROR; a device would hang. Shared memory begins as NaN, ends where the launch
 // says it ends (AddressSanitizer sees a step further), and what cp.async brings arrives when it is waited for, or at
-// once.
+// once. What a device refuses is refused, with the reason: a launch of more shared memory than a block may have
+// (`block_bytes`, of sm_90 unless a test says otherwise), of too large or empty grids and blocks; a mask that names
+// lanes which the warp does not have.
 //
-// Not modelled: time, caches, the order of global memory, how a tensor core rounds inside a product (here: once).
+// Not modelled: masks that leave lanes out (all of a warp must come), how many registers a block may have,
+// time, caches, the order of global memory, how a tensor core rounds inside a product (here: once).
 // Start at `launch`, at the end.
 #pragma once
 #include <cmath>
@@ -66,7 +69,7 @@ struct Copy {
     }
 };
 
-enum State { READY, AT_WARP, AT_BLOCK, DONE };
+enum State { READY, AT_WARP, AT_BLOCK, REFUSED, DONE };
 
 struct Fiber {
     char* stack = nullptr;
@@ -97,6 +100,7 @@ struct Machine {
     char* shared = nullptr;
     std::function<void()> body;
     int order = 0;                  // 0: lowest thread first, 1: highest first
+    size_t block_bytes = 227 << 10; // of shared memory, at most
     char error[512] = "";
 #ifdef EMULATOR_ASSEMBLY
     void* top = nullptr;            // of the scheduler's own stack
@@ -210,9 +214,11 @@ inline void describe(const Fiber& fiber, char* text, size_t bytes) {
                   fiber.state == AT_WARP ? " for its warp" : "");
 }
 
-// Nobody can go on: says which two threads do not meet.
+// Nobody can go on: says which two threads do not meet, unless one was refused and has said why.
 inline int diverged(size_t num_threads) {
     const std::vector<Fiber>& fibers = machine.fibers;
+    for (size_t t = 0; t < num_threads; t++)
+        if (fibers[t].state == REFUSED) return DEVICE_ERROR;
     size_t a = 0;
     while (fibers[a].state == DONE) a++;
     const size_t first = fibers[a].state == AT_WARP ? a / WARP * WARP : 0;
@@ -250,9 +256,20 @@ inline int run_block(size_t num_threads) {
     }
 }
 
+// A mask may name only lanes that the warp has: a block's last may have fewer than 32. Who names others stays here.
+inline void expect_lanes(unsigned mask, const char* file, int line) {
+    const size_t num_threads = size_t(machine.block_size.x) * machine.block_size.y * machine.block_size.z;
+    const size_t first = size_t(machine.now->number / WARP) * WARP, num_lanes = num_threads - first;
+    if (num_lanes >= WARP || mask >> num_lanes == 0) return;
+    snprintf(machine.error, sizeof machine.error, "the mask %08x at %s:%d names lanes that a warp of %zu does not have",
+             mask, file, line, num_lanes);
+    for (;;) yield(REFUSED, file, line);
+}
+
 // Shows `mine` to the warp: the table of what all lanes showed.
 template <class T>
-const char (&exchange(const T& mine, const char* file, int line))[WARP][32] {
+const char (&exchange(const T& mine, unsigned mask, const char* file, int line))[WARP][32] {
+    expect_lanes(mask, file, line);
     static_assert(sizeof(T) <= 32);
     Fiber& self = *machine.now;
     auto& table = machine.warps[self.number / WARP].shown[self.num_exchanged++ % 2];
@@ -277,12 +294,27 @@ inline void expect_aligned(const void* p) {
 }
 
 template <class T>
-T shuffle(const T& mine, int from_lane, const char* file, int line) {
-    return read<T>(exchange(mine, file, line)[from_lane & (WARP - 1)]);
+T shuffle(const T& mine, int from_lane, unsigned mask, const char* file, int line) {
+    return read<T>(exchange(mine, mask, file, line)[from_lane & (WARP - 1)]);
+}
+
+// What every device since 2012 has as limits of a launch.
+inline bool refuses(dim3 grid, dim3 block, size_t shared_bytes) {
+    const size_t num_threads = size_t(block.x) * block.y * block.z;
+    const bool is_grid = grid.x && grid.y && grid.z && grid.x <= 0x7fffffff && grid.y <= 65535 && grid.z <= 65535;
+    const bool is_block = num_threads >= 1 && num_threads <= 1024 && block.z <= 64;
+    return !is_grid || !is_block || shared_bytes > machine.block_bytes;
 }
 
 // One block after another.
 inline int launch(dim3 grid, dim3 block, size_t shared_bytes, std::function<void()> body) {
+    if (refuses(grid, block, shared_bytes)) {
+        snprintf(machine.error, sizeof machine.error,
+                 "a grid of %u x %u x %u blocks of %u x %u x %u threads with %zu bytes of shared memory each, but "
+                 "there are at most 2147483647 x 65535 x 65535 of 1024 threads with %zu bytes",
+                 grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, machine.block_bytes);
+        return DEVICE_ERROR;
+    }
     const size_t num_threads = size_t(block.x) * block.y * block.z;
     machine.body = std::move(body);
     machine.grid_size = grid, machine.block_size = block;
@@ -326,19 +358,24 @@ inline int launch(dim3 grid, dim3 block, size_t shared_bytes, std::function<void
 #define EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(EMU_HERE) { emu::yield(emu::AT_BLOCK, file, line); }
-inline void __syncwarp(unsigned = ~0u, EMU_HERE) { emu::yield(emu::AT_WARP, file, line); }
-
-template <class T>
-T __shfl_sync(unsigned, T x, int lane, EMU_HERE) { return emu::shuffle(x, lane, file, line); }
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int bits, EMU_HERE) { return emu::shuffle(x, emu::lane() ^ bits, file, line); }
-template <class T>
-T __shfl_up_sync(unsigned, T x, int by, EMU_HERE) {
-    return emu::shuffle(x, emu::lane() < by ? emu::lane() : emu::lane() - by, file, line);
+inline void __syncwarp(unsigned mask = ~0u, EMU_HERE) {
+    emu::expect_lanes(mask, file, line);
+    emu::yield(emu::AT_WARP, file, line);
 }
 
-inline unsigned __ballot_sync(unsigned, bool vote, EMU_HERE) {
-    const auto& table = emu::exchange(vote, file, line);
+template <class T>
+T __shfl_sync(unsigned mask, T x, int lane, EMU_HERE) { return emu::shuffle(x, lane, mask, file, line); }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int bits, EMU_HERE) {
+    return emu::shuffle(x, emu::lane() ^ bits, mask, file, line);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T x, int by, EMU_HERE) {
+    return emu::shuffle(x, emu::lane() < by ? emu::lane() : emu::lane() - by, mask, file, line);
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool vote, EMU_HERE) {
+    const auto& table = emu::exchange(vote, mask, file, line);
     unsigned votes = 0;
     for (int i = 0; i < emu::WARP; i++) votes |= unsigned(emu::read<bool>(table[i])) << i;
     return votes;
@@ -430,7 +467,7 @@ void cp_async_wait() {
 template <bool transposed>
 void emu_ldmatrix(uint32_t (&to)[4], const void* row, const char* file, int line) {
     emu::expect_aligned(row);
-    const auto& rows = emu::exchange(row, file, line);
+    const auto& rows = emu::exchange(row, ~0u, file, line);
     const int lane = emu::lane();
     for (int i = 0; i < 4; i++) {
         uint16_t pair[2];
@@ -453,7 +490,7 @@ void emu_mma(Number (&c)[4], const uint32_t (&a)[NUM_A], const uint32_t (&b)[NUM
     struct { uint32_t a[NUM_A], b[NUM_B]; } mine;
     memcpy(mine.a, a, sizeof mine.a);
     memcpy(mine.b, b, sizeof mine.b);
-    const auto& shown = emu::exchange(mine, file, line);
+    const auto& shown = emu::exchange(mine, ~0u, file, line);
     const int lane = emu::lane();
     for (int i = 0; i < 4; i++) {
         const int row = lane / 4, column = lane % 4 * 2 + i % 2;
@@ -514,4 +551,5 @@ inline int multiprocessors() { return 2; }
 
 // For the tests.
 extern "C" __attribute__((weak)) void emu_set_order(int order) { emu::machine.order = order; }
+extern "C" __attribute__((weak)) void emu_set_block_bytes(int bytes) { emu::machine.block_bytes = size_t(bytes); }
 extern "C" __attribute__((weak)) const char* emu_error() { return emu::machine.error; }
