@@ -402,6 +402,8 @@ def transformers_rows(bench: Bench) -> Iterator[Row]:
 
 if __name__ == "__main__":
     try:
+        if sys.argv[1:2] and sys.argv[1].startswith("-"):
+            raise ValueError("usage: gpu_check.py [FILE.json]")
         sys.exit(main(*sys.argv[1:2]))
     except ValueError as error:
         sys.exit(f"gpu_check.py: error: {error}")
