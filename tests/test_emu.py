@@ -6,6 +6,7 @@ numbers in one of them.
 """
 
 import math
+import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -309,7 +310,19 @@ CASES = [  # H, G, A, B, lengths, new tokens, window
 ]
 
 
-@pytest.mark.parametrize("H, G, A, B, lengths, new, window", CASES)
+def random_case(seed: int):
+    """Up to 20 requests of 0 to 40 new tokens, in the same form."""
+    numbers = random.Random(seed)
+    G, R, A, B = (numbers.choice(some) for some in ((1, 2, 3), (1, 2, 3, 7), (64, 80, 96, 128, 256), (8, 16, 32, 128)))
+    new = [numbers.choice((0, 1, 1, 2, numbers.randint(1, 40))) for _ in range(numbers.randint(1, 20))]
+    while sum(new) > 60:
+        new.pop(new.index(max(new)))
+    new = new if sum(new) else [1, *new]
+    lengths = [num and num + numbers.choice((0, numbers.randint(0, 40), numbers.randint(100, 300))) for num in new]
+    return G * R, G, A, B, lengths, new, numbers.choice((0, numbers.randint(1, 200)))
+
+
+@pytest.mark.parametrize("H, G, A, B, lengths, new, window", [*CASES, *map(random_case, range(24))])
 def test_attention(ops, H, G, A, B, lengths, new, window):
     kv, reference, table = filled_cache(ops, lengths, G, A, B)
     q_THA, scale, batch = rand(sum(new), H, A, seed=1), A**-0.5, batch_of(table, lengths, new)
