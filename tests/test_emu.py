@@ -322,7 +322,7 @@ def random_case(seed: int):
     return G * R, G, A, B, lengths, new, numbers.choice((0, numbers.randint(1, 200)))
 
 
-@pytest.mark.parametrize("H, G, A, B, lengths, new, window", [*CASES, *map(random_case, range(24))])
+@pytest.mark.parametrize("H, G, A, B, lengths, new, window", [*CASES, *map(random_case, range(12))])
 def test_attention(ops, H, G, A, B, lengths, new, window):
     kv, reference, table = filled_cache(ops, lengths, G, A, B)
     q_THA, scale, batch = rand(sum(new), H, A, seed=1), A**-0.5, batch_of(table, lengths, new)
@@ -515,6 +515,7 @@ def test_a_divergent_barrier_is_told_with_its_line(tmp_path, body, message):
     ("0", "64", "0"), ("1, 0", "64", "0"), ("1, 65536", "64", "0"), ("1, 1, 65536", "64", "0"), ("1", "0", "0"),
     ("1", "1025", "0"), ("1", "64", "(227 << 10) + 1"),
 ])
+@pytest.mark.slow
 def test_a_launch_that_a_device_refuses_is_refused_with_its_sizes(tmp_path, grid, block, shared_bytes):
     launched = "launch(kernel, dim3({}), dim3({}), {},"
     text = PROGRAM.format(body="    out[0] = thread;")
@@ -523,6 +524,7 @@ def test_a_launch_that_a_device_refuses_is_refused_with_its_sizes(tmp_path, grid
     assert done.stdout.startswith("6 a grid of ") and "but there are at most" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["__shfl_sync({}, thread, 0)", "__shfl_xor_sync({}, thread, 1)",
                                   "__shfl_up_sync({}, thread, 1)", "int(__ballot_sync({}, true))",
                                   "(__syncwarp({}), 1)"])

@@ -549,6 +549,7 @@ def test_anything_in_any_order(loaded):
 # ---- interrupts
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_generate_at_once_and_leaves_the_engine_whole(loaded):
     """At any line of the engine's bookkeeping, as a signal comes: the requests are gone, the pages are not, and those
     that stay cached hold what they are known for."""

@@ -359,6 +359,7 @@ def drafted(kind, device, stored, name, shape, verify) -> tuple[list, int]:
         return [(c.token_ids, c.logprobs) for c in completions], engine.sums["drafted_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name, shape, verify", APART, ids=str)
 def test_nothing_of_the_host_meets_the_device(stored, drafts_never_rest, monkeypatch, kind, name, shape, verify):

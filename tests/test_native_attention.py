@@ -213,6 +213,7 @@ class Trees(Requests):
 PASTS = [0, 1, 5, 8, 13, 16, 31, 100, 193, 200, 240, 249, 255, 256, 258, 500, 511]
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**30), dtype=st.sampled_from(list(FORMATS)), B=st.sampled_from([8, 16, 32, 128]),
        window=st.sampled_from([0, 1, 2, 5, 40, 260]), heads=st.sampled_from([(4, 2), (3, 3), (8, 1), (14, 2)]),
        A=st.sampled_from([16, 20, 64]), near=st.sampled_from([1, 3, 64]))
