@@ -19,7 +19,6 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -62,7 +61,7 @@ class Batch:
         It is filled up to `size`, so many requests and tokens, with requests that count for nothing: of length 0, with
         a token each, and what is left of the tokens the last. Those have slot -1, "none"."""
         ends = [past + len(new) for past, new in zip(pasts, tokens)]
-        ids, most_pages = list(chain.from_iterable(tokens)), max(map(cache.pages_for, ends))
+        ids = list(chain.from_iterable(tokens))
         positions = [place for past, end in zip(pasts, ends) for place in range(past, end)]
         slots = [[slot for lease, past, end in zip(leases, pasts, ends) for slot in group.slots(lease, past, end)]
                  for group in cache.groups]
@@ -85,7 +84,7 @@ class Batch:
         parts = ids, positions, leases, starts, ends, *slots, *ancestors, row_L
         batch = Batch(array("q", chain.from_iterable(parts)), list(map(len, parts)),
                       tuple(group.table for group in cache.groups), num_exact, taps)
-        return batch if cache.device.type == "cpu" else batch.to(cache.device, most_pages)
+        return batch if cache.device.type == "cpu" else batch.to(cache.device, max(map(cache.pages_for, ends)))
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, ...]:

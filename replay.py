@@ -5,7 +5,6 @@ and of the operations that they can write them down (native.py); with others eve
 `Replay`.
 """
 
-import torch
 from torch import Tensor
 
 from kvcache import Cache

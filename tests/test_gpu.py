@@ -21,7 +21,7 @@ from checkpoint import open_checkpoint
 from engine import Engine, EngineConfig
 from heads import open_eagle, open_medusa, open_mtp
 from lookahead import Follower, Medusa, TreeShape
-from model import Batch, load_model
+from model import load_model
 from replay import padded_size
 from run import main
 from sampling import SamplingParams

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
-from kernels import KV
 from trees import ancestors, in_window, random_paths
 
 

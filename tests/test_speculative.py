@@ -2,7 +2,6 @@
 plain decoding."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
