@@ -1,12 +1,49 @@
-"""Which instruction sets the native kernels can use on this CPU. `make quick` tests the best, `make test` all."""
+"""Which instruction sets the native kernels can be tested with here: those of this CPU, and the others in an emulator
+(csrc/emu/x86_emu.h). `make quick` tests the CPU's best, `make test` all.
+
+With EMULATE_AMX in the environment, as test_amx.py sets it, everything in the process computes in the emulator.
+"""
 
 import ctypes
+import os
+import platform
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 
 import native
 
 NAMES = ("plain", "avx2", "avx512", "amx")  # by level, as kernels.h numbers them
+PLAIN, AVX2, _, AMX = range(4)
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-psabi",
+         "-Wno-maybe-uninitialized", "-fPIC", "-pthread", "-DEMULATED")
+COMPILER = os.environ.get("CXX", "c++")
+
+
+def emulated_library() -> Path:
+    """The kernels compiled for the emulator; compiled first if these sources never were."""
+    sources = sorted((native.SOURCES / "cpu").glob("*")) + [native.SOURCES / "emu/x86_emu.h", native.SOURCES / "kernels.h"]
+    key = blake2b(repr(FLAGS).encode() + b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
+    return native.built(native.build_root() / f"amx-emulator-{key}", "quire_emulated", compile_into, lambda: None)
+
+
+def compile_into(folder: Path) -> None:
+    def compile_one(source: Path) -> str:
+        object = folder / f"{source.stem}.o"
+        run(COMPILER, *FLAGS, "-c", str(source), "-o", str(object))
+        return str(object)
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sorted((native.SOURCES / "cpu").glob("*.cpp"))))
+    run(COMPILER, "-shared", "-pthread", *objects, "-o", str(folder / "quire_emulated.so"))
 
 
 def _levels() -> list[int]:
@@ -18,4 +55,29 @@ def _levels() -> list[int]:
 
 LEVELS = _levels()
 BEST = LEVELS[-1]
-PARAMS = [pytest.param(level, id=NAMES[level], marks=() if level == BEST else pytest.mark.slow) for level in LEVELS]
+EMULATED = range(BEST + 1, AMX + 1) if BEST >= AVX2 and platform.system() == "Linux" else range(0)
+PARAMS = [pytest.param(level, id=NAMES[level] + "-emulated" * (level in EMULATED),
+                       marks=() if level == BEST else pytest.mark.slow) for level in (*LEVELS, *EMULATED)]
+
+
+class Library:
+    """The kernels' C functions. `set_isa_cpu` with instructions that this CPU lacks turns to the emulator's."""
+
+    def __init__(self, declare=lambda library: None):
+        self.declare, self.libraries = declare, {}
+        self.current = self.open(native.library)
+
+    def open(self, path) -> ctypes.CDLL:
+        if path not in self.libraries:
+            self.libraries[path] = ctypes.CDLL(str(path()))
+            self.libraries[path].set_isa_cpu.argtypes = (ctypes.c_int64,)
+            self.declare(self.libraries[path])
+        return self.libraries[path]
+
+    def set_isa_cpu(self, level) -> int:
+        level = getattr(level, "value", level)
+        self.current = self.open(emulated_library if level in EMULATED else native.library)
+        return self.current.set_isa_cpu(level)
+
+    def __getattr__(self, name):
+        return getattr(self.current, name)

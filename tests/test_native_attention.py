@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
-import native as native_module
-from instructions import BEST, PARAMS
+from instructions import BEST, PARAMS, Library
 from trees import ancestors, in_window, random_paths
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 30, torch.int8: 24}
@@ -24,7 +23,7 @@ POISON = math.nan
 
 @pytest.fixture(scope="module")
 def library():
-    library = ctypes.CDLL(str(native_module.library()))
+    library = Library()
     yield library
     library.set_isa_cpu(ctypes.c_int64(BEST))
 

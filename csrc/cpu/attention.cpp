@@ -105,7 +105,10 @@ int attend(const Attention& call, int64_t S, int64_t most_rows, int32_t cache_fo
         *next_block++ = block;
     });
 
-    const auto run = PICK(attend);
+    auto* run = PICK(attend);
+#if defined(__x86_64__)
+    if (isa() == AMX && cache_format == BF16) run = amx::attend;
+#endif
     parallel(num_items, [&](int64_t i) {    // threads that are equally fast take turns
         run(call, items[i], i + num_sharing < num_items ? items + i + num_sharing : nullptr, cache_format);
     });

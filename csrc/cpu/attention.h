@@ -74,6 +74,7 @@ inline Sight sight(const Attention& call, int64_t request, int64_t i) {
 namespace plain { ATTEND }
 namespace avx2 { ATTEND }
 namespace avx512 { ATTEND }
+namespace amx { ATTEND }        // in bfloat16
 #undef ATTEND
 
 }  // namespace quire

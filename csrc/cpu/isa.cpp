@@ -15,7 +15,7 @@
 namespace quire {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMULATED)
 
 // Linux lets a process use AMX's tiles when it has asked (arch_prctl(2)); from then on all its threads may.
 bool tiles_allowed() {
@@ -39,7 +39,9 @@ bool has_amx() {
 #endif
 
 Isa best() {
-#if defined(__x86_64__)
+#if defined(EMULATED)
+    return AMX;
+#elif defined(__x86_64__)
     __builtin_cpu_init();   // its answers include whether the system saves the registers
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
         return PLAIN;

@@ -4,6 +4,8 @@
 
 #include "peak.h"
 
+#include "amx.inc"
+
 #define INLINE static inline __attribute__((always_inline))
 
 namespace quire::amx {
@@ -21,4 +23,5 @@ double int8_operations(int64_t rounds) {
 }
 
 }  // namespace quire::amx
+#include "end_target.inc"
 #endif
