@@ -58,6 +58,7 @@ soak: .venv/.ready-dev .venv/.native  ## run the long tests: other generated inp
 sanitize: .venv/.ready-dev  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
 	@$(MAKE) --no-print-directory -j2 $(DRIVERS)
 	build/sanitize/address/driver
+	build/sanitize/amx/driver
 	UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/undefined/driver
 	TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 build/sanitize/thread/driver
 	EMULATOR_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
@@ -143,19 +144,22 @@ $(if $(shell test -x .venv/bin/python -a ! -e .venv/.installing || rm -f .venv/.
 # The kernels and csrc/sanitize.cpp, which calls them, once for each sanitizer. Objects stay until a source changes,
 # and appear whole or not at all: a compiler may be killed.
 
-SANITIZERS := address undefined thread
+# amx: addresses, with AVX-512 and AMX in an emulator.
+SANITIZERS := address undefined thread amx
 DRIVERS := $(SANITIZERS:%=build/sanitize/%/driver)
 WATCHED := -std=c++17 -O1 -g1 -ffp-contract=off -Wall -Wextra -pthread -fno-omit-frame-pointer -fno-sanitize-recover=all
 
 build/sanitize/undefined/driver: WATCHED += -fsanitize=float-cast-overflow
+build/sanitize/amx/driver: WATCHED += -DEMULATED -Wno-psabi --param asan-instrumentation-with-call-threshold=0
+sanitizer_of = -fsanitize=$(if $(filter amx,$(1)),address,$(1))
 
 define SANITIZED
-build/sanitize/$(1)/%.o: csrc/%.cpp $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
+build/sanitize/$(1)/%.o: csrc/%.cpp $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/emu/x86_emu.h)
 	@mkdir -p $$(@D)
-	$$(CXX) $$(WATCHED) -fsanitize=$(1) -c $$< -o $$@.part && mv $$@.part $$@
+	$$(CXX) $$(WATCHED) $(call sanitizer_of,$(1)) -c $$< -o $$@.part && mv $$@.part $$@
 
 build/sanitize/$(1)/driver: $(patsubst csrc/%.cpp,build/sanitize/$(1)/%.o,$(wildcard csrc/cpu/*.cpp) csrc/sanitize.cpp)
-	$$(CXX) $$(WATCHED) -fsanitize=$(1) $$^ -o $$@
+	$$(CXX) $$(WATCHED) $(call sanitizer_of,$(1)) $$^ -o $$@
 endef
 $(foreach name,$(SANITIZERS),$(eval $(call SANITIZED,$(name))))
 

@@ -15,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 # small matmul then takes 7 ms instead of 0.5.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+if os.environ.get("EMULATE_AMX"):
+    import instructions  # noqa: F401 (before anything loads the kernels)
+
 import hub  # noqa: E402 (it needs the path above)
 import tokens  # noqa: E402
 

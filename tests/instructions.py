@@ -47,6 +47,8 @@ def compile_into(folder: Path) -> None:
 
 
 def _levels() -> list[int]:
+    if os.environ.get("EMULATE_AMX"):  # a library that is loaded later finds these functions before its own
+        ctypes.CDLL(str(emulated_library()), ctypes.RTLD_GLOBAL)
     set_isa = ctypes.CDLL(str(native.library())).set_isa_cpu
     levels = [level for level in range(len(NAMES)) if set_isa(ctypes.c_int64(level)) == 0]
     set_isa(ctypes.c_int64(levels[-1]))

@@ -49,64 +49,55 @@ EMULATE __m512 cvtph_ps(__m256i halves) {
     return join(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
 }
 
-// What `one` makes of each of the numbers.
-template <class To, class From, class One>
-EMULATE To each(From from, One one) {
-    typedef decltype(one(typename From::Number{})) Result;
-    constexpr int num = sizeof(From) / sizeof(typename From::Number);
-    static_assert(sizeof(To) == num * sizeof(Result));
-    Result results[num];
-    for (int i = 0; i < num; i++) results[i] = one(from.numbers[i]);
-    To to;
-    memcpy(&to, results, sizeof to);
-    return to;
-}
+// Not inlined: the kernels unroll, and compilers would take minutes.
+#define EMULATE_APART inline __attribute__((noinline))
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+
 template <class T, int num>
 struct Numbers {
-    typedef T Number;
     T numbers[num];
 };
-typedef Numbers<int32_t, 16> Ints;
-typedef Numbers<float, 16> Floats;
-typedef Numbers<int16_t, 32> Pairs;
-typedef Numbers<int8_t, 64> Fours;
 
-EMULATE __m512i cvtepu16_epi32(__m256i v) {
-    return each<__m512i>(bits<Numbers<uint16_t, 16>>(v), [](uint16_t x) { return int32_t(x); });
+template <class T>
+EMULATE __m512i widened(Numbers<T, 16> narrow) {
+    ivec wide;
+    for (int i = 0; i < 16; i++) wide[i] = narrow.numbers[i];
+    return (__m512i)wide;
 }
-EMULATE __m512i cvtepu8_epi32(__m128i v) {
-    return each<__m512i>(bits<Numbers<uint8_t, 16>>(v), [](uint8_t x) { return int32_t(x); });
+EMULATE_APART __m512i cvtepu16_epi32(__m256i v) { return widened(bits<Numbers<uint16_t, 16>>(v)); }
+EMULATE_APART __m512i cvtepu8_epi32(__m128i v) { return widened(bits<Numbers<uint8_t, 16>>(v)); }
+EMULATE __m512 cvtepi32_ps(__m512i v) { return (__m512)__builtin_convertvector((ivec)v, vec); }
+EMULATE_APART __m128i cvtsepi32_epi8(__m512i v) {
+    Numbers<int8_t, 16> narrow;
+    for (int i = 0; i < 16; i++) {
+        const int32_t x = ((ivec)v)[i];
+        narrow.numbers[i] = x < -128 ? -128 : x > 127 ? 127 : x;
+    }
+    return bits<__m128i>(narrow);
 }
-EMULATE __m512 cvtepi32_ps(__m512i v) {
-    return each<__m512>(bits<Ints>(v), [](int32_t x) { return float(x); });
-}
-EMULATE __m128i cvtsepi32_epi8(__m512i v) {
-    return each<__m128i>(bits<Ints>(v), [](int32_t x) { return int8_t(x < -128 ? -128 : x > 127 ? 127 : x); });
-}
-EMULATE __m512i slli_epi32(__m512i v, unsigned by) {
-    return each<__m512i>(bits<Ints>(v), [by](int32_t x) { return int32_t(uint32_t(x) << by); });
-}
-EMULATE int32_t reduce_add_epi32(__m512i v) {
+EMULATE __m512i slli_epi32(__m512i v, unsigned by) { return (__m512i)((uvec)v << by); }
+EMULATE_APART int32_t reduce_add_epi32(__m512i v) {
     uint32_t sum = 0;
-    for (int32_t x : bits<Ints>(v).numbers) sum += uint32_t(x);
+    for (int i = 0; i < 16; i++) sum += ((uvec)v)[i];
     return int32_t(sum);
 }
-EMULATE int32_t reduce_max_epi32(__m512i v) {
+EMULATE_APART int32_t reduce_max_epi32(__m512i v) {
     int32_t top = INT32_MIN;
-    for (int32_t x : bits<Ints>(v).numbers) top = x > top ? x : top;
+    for (int i = 0; i < 16; i++) top = ((ivec)v)[i] > top ? ((ivec)v)[i] : top;
     return top;
 }
 EMULATE __m512i madd_epi16(__m512i a, __m512i b) {
-    const Pairs x = bits<Pairs>(a), y = bits<Pairs>(b);
-    Ints sums;
-    for (int i = 0; i < 16; i++)
-        sums.numbers[i] = int32_t(uint32_t(x.numbers[2 * i] * y.numbers[2 * i]) +
-                                  uint32_t(x.numbers[2 * i + 1] * y.numbers[2 * i + 1]));
-    return bits<__m512i>(sums);
+    const ivec low = ((ivec)a << 16 >> 16) * ((ivec)b << 16 >> 16), high = ((ivec)a >> 16) * ((ivec)b >> 16);
+    return (__m512i)((uvec)low + (uvec)high);
 }
-EMULATE __m512i permutexvar_epi16(__m512i order, __m512i v) {
-    const Pairs from = bits<Pairs>(v);
-    return each<__m512i>(bits<Pairs>(order), [&](int16_t i) { return from.numbers[i & 31]; });
+EMULATE_APART __m512i permutexvar_epi16(__m512i order, __m512i v) {
+    const auto from = bits<Numbers<uint16_t, 32>>(v), places = bits<Numbers<uint16_t, 32>>(order);
+    Numbers<uint16_t, 32> to;
+    for (int i = 0; i < 32; i++) to.numbers[i] = from.numbers[places.numbers[i] & 31];
+    return bits<__m512i>(to);
 }
 EMULATE __m512i castsi256_si512(__m256i v) { return bits<__m512i>(Halves{v, v}); }
 EMULATE __m512i inserti64x4(__m512i into, __m256i v, int half) {
@@ -122,33 +113,29 @@ EMULATE __m512i load_si512(const void* from) {
 EMULATE void storeu_si512(void* to, __m512i v) { memcpy(to, &v, sizeof v); }
 
 // To bfloat16, rounded to even; subnormal numbers count as 0.
-EMULATE __m256i cvtneps_pbh(__m512 v) {
-    return each<__m256i>(bits<Numbers<uint32_t, 16>>(v), [](uint32_t x) {
-        if ((x & 0x7fffffff) > 0x7f800000) return uint16_t(x >> 16 | 0x40);
-        if ((x & 0x7f800000) == 0) return uint16_t(x >> 16 & 0x8000);
-        return uint16_t((x + 0x7fff + (x >> 16 & 1)) >> 16);
-    });
+EMULATE_APART __m256i cvtneps_pbh(__m512 v) {
+    Numbers<uint16_t, 16> halves;
+    for (int i = 0; i < 16; i++) {
+        const uint32_t x = ((uvec)v)[i];
+        const bool nan = (x & 0x7fffffff) > 0x7f800000, tiny = (x & 0x7f800000) == 0;
+        halves.numbers[i] = nan ? x >> 16 | 0x40 : tiny ? x >> 16 & 0x8000 : (x + 0x7fff + (x >> 16 & 1)) >> 16;
+    }
+    return bits<__m256i>(halves);
 }
 
 // vpdpbusd, unsigned w with signed x, and vpdpwssd.
-EMULATE __m512i dpbusd_epi32(__m512i sums, __m512i w, __m512i x) {
-    const Fours a = bits<Fours>(w), b = bits<Fours>(x);
-    Ints out = bits<Ints>(sums);
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 4; j++)
-            out.numbers[i] += uint8_t(a.numbers[4 * i + j]) * b.numbers[4 * i + j];
-    return bits<__m512i>(out);
+EMULATE_APART __m512i dpbusd_epi32(__m512i sums, __m512i w, __m512i x) {
+    ivec out = (ivec)sums;
+    for (int i = 0; i < 32; i += 8) out += ((ivec)w >> i & 255) * ((ivec)x << (24 - i) >> 24);
+    return (__m512i)out;
 }
-EMULATE __m512i dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
-    const Ints more = bits<Ints>(madd_epi16(a, b));
-    Ints out = bits<Ints>(sums);
-    for (int i = 0; i < 16; i++) out.numbers[i] = int32_t(uint32_t(out.numbers[i]) + uint32_t(more.numbers[i]));
-    return bits<__m512i>(out);
+EMULATE_APART __m512i dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
+    return (__m512i)((uvec)sums + (uvec)madd_epi16(a, b));
 }
 EMULATE __m512i set1_epi32(const void* from) {
     int32_t x;
     memcpy(&x, from, sizeof x);
-    return each<__m512i>(Ints{}, [x](int32_t) { return x; });
+    return (__m512i)(ivec{} + x);
 }
 
 // AMX -----------------------------------------------------------------------------------------------------------------
@@ -197,8 +184,9 @@ inline void tilezero(int tile) {
 
 inline void tileloadd(int tile, const void* from, int64_t stride) {
     tilezero(tile);
-    for (int row = 0; row < tiles.num_rows[tile]; row++)
-        memcpy(tiles.rows[tile][row], static_cast<const char*>(from) + row * stride, tiles.row_bytes[tile]);
+    const int num_rows = tiles.num_rows[tile], row_bytes = tiles.row_bytes[tile];
+    for (int row = 0; row < num_rows; row++)
+        memcpy(tiles.rows[tile][row], static_cast<const char*>(from) + row * stride, row_bytes);
 }
 
 inline void tilestored(int tile, void* to, int64_t stride) {
@@ -219,41 +207,51 @@ inline void check_product(int c, int a, int b) {
 inline void tdpbsud(int c, int a, int b) {
     check_product(c, a, b);
     for (int m = 0; m < tiles.num_rows[c]; m++) {
-        int32_t sums[16];
-        memcpy(sums, tiles.rows[c][m], sizeof sums);
-        for (int k = 0; k < tiles.num_rows[b]; k++)
-            for (int n = 0; n < 16; n++)
-                for (int i = 0; i < 4; i++)
-                    sums[n] += int8_t(tiles.rows[a][m][4 * k + i]) * tiles.rows[b][k][4 * n + i];
-        memcpy(tiles.rows[c][m], sums, tiles.row_bytes[c]);
+        ivec sums, fours;
+        memcpy(&sums, tiles.rows[c][m], sizeof sums);
+        for (int k = 0; k < tiles.num_rows[b]; k++) {
+            memcpy(&fours, tiles.rows[b][k], sizeof fours);
+            for (int i = 0; i < 4; i++) sums += (fours >> 8 * i & 255) * int8_t(tiles.rows[a][m][4 * k + i]);
+        }
+        memcpy(tiles.rows[c][m], &sums, tiles.row_bytes[c]);
     }
 }
 
-inline float flushed(float x) { return __builtin_fabsf(x) < __FLT_MIN__ ? __builtin_copysignf(0, x) : x; }
+// What one row of C gets.
+EMULATE_APART void add_bfloat16(float* c, const uint8_t* a, const uint8_t (*b)[64], int num_pairs) {
+    const __m256i upper = _mm256_set1_epi32(~0xffff);
+    __m256 sums[2][2] = {};     // of even and of odd numbers, for the first and the last 8 columns
+    for (int k = 0; k < num_pairs; k++) {
+        int32_t pair;
+        memcpy(&pair, a + 4 * k, sizeof pair);
+        const __m256i both = _mm256_set1_epi32(pair);
+        const __m256 even = (__m256)_mm256_slli_epi32(both, 16), odd = (__m256)_mm256_and_si256(both, upper);
+        for (int half = 0; half < 2; half++) {
+            const __m256i pairs = _mm256_loadu_si256((const __m256i*)(b[k] + 32 * half));
+            sums[0][half] = _mm256_fmadd_ps(even, (__m256)_mm256_slli_epi32(pairs, 16), sums[0][half]);
+            sums[1][half] = _mm256_fmadd_ps(odd, (__m256)_mm256_and_si256(pairs, upper), sums[1][half]);
+        }
+    }
+    for (int half = 0; half < 2; half++)
+        _mm256_storeu_ps(c + 8 * half, _mm256_loadu_ps(c + 8 * half) + (sums[0][half] + sums[1][half]));
+}
 
 // The products of even and of odd numbers are summed apart, then added to each other and to C. Subnormal numbers are 0.
 inline void tdpbf16ps(int c, int a, int b) {
     check_product(c, a, b);
-    const auto number = [](const uint8_t* from) {
-        uint16_t half;
-        memcpy(&half, from, sizeof half);
-        return flushed(bits<float>(uint32_t(half) << 16));
-    };
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(0x9fc0);     // nothing traps; to even; subnormal operands and results are zeros
     for (int m = 0; m < tiles.num_rows[c]; m++) {
-        float sums[16], parts[2][16] = {};
+        float sums[16];
         memcpy(sums, tiles.rows[c][m], sizeof sums);
-        for (int k = 0; k < tiles.num_rows[b]; k++)
-            for (int i = 0; i < 2; i++) {
-                const float x = number(tiles.rows[a][m] + 4 * k + 2 * i);
-                for (int n = 0; n < 16; n++)
-                    parts[i][n] = flushed(__builtin_fmaf(x, number(tiles.rows[b][k] + 4 * n + 2 * i), parts[i][n]));
-            }
-        for (int n = 0; n < 16; n++) sums[n] = flushed(flushed(sums[n]) + flushed(parts[0][n] + parts[1][n]));
+        add_bfloat16(sums, tiles.rows[a][m], tiles.rows[b], tiles.num_rows[b]);
         memcpy(tiles.rows[c][m], sums, tiles.row_bytes[c]);
     }
+    _mm_setcsr(before);
 }
 
 #undef EMULATE
+#undef EMULATE_APART
 
 }  // namespace emulated
 
