@@ -25,9 +25,11 @@ COMPILER = os.environ.get("CXX", "c++")
 
 def emulated_library() -> Path:
     """The kernels compiled for the emulator; compiled first if these sources never were."""
-    sources = sorted((native.SOURCES / "cpu").glob("*")) + [native.SOURCES / "emu/x86_emu.h", native.SOURCES / "kernels.h"]
-    key = blake2b(repr(FLAGS).encode() + b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
-    return native.built(native.build_root() / f"amx-emulator-{key}", "quire_emulated", compile_into, lambda: None)
+    key = blake2b(repr(FLAGS).encode(), digest_size=8)
+    for path in [*native.source_files(), native.SOURCES / "emu/x86_emu.h"]:
+        key.update(path.read_bytes())
+    folder = native.build_root() / f"amx-emulator-{key.hexdigest()}"
+    return native.built(folder, "quire_emulated", compile_into, lambda: None)
 
 
 def compile_into(folder: Path) -> None:

@@ -1,9 +1,8 @@
-// AVX-512 and AMX on any CPU with AVX2, for tests: the instructions that avx512.inc, amx.inc, panels.inc, matmul.inc and
-// tiles.inc use, under their own names, as Intel's manual (volume 2) defines them. Compiled with -DEMULATED, the kernels
-// are those that a CPU with AMX runs, but for who spreads and multiplies.
+// AVX-512 and AMX on any CPU with AVX2, for tests: the instructions that the kernels use, under their own names, as
+// Intel's manual (volume 2) defines them. Compiled with -DEMULATED, the kernels are those that a CPU with AMX runs.
 //
-// What a CPU refuses ends the program with a line that names it: shapes that do not fit, tiles without a shape, registers
-// used twice. Loads and stores touch the bytes that the shape says and no others, so that AddressSanitizer watches them.
+// What a CPU refuses ends the program with a line that names it: shapes that do not fit, tiles without a shape,
+// registers used twice. Loads and stores touch the bytes that the shape says and no others: AddressSanitizer sees them.
 //
 // Included at the top of a file, after all headers, like avx2.inc.
 #if !defined(EMULATED)
