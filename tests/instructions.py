@@ -1,5 +1,6 @@
-"""Which instruction sets the native kernels can be tested with here: those of this CPU, and the others in an emulator
-(csrc/emu/x86_emu.h). `make quick` tests the CPU's best, `make test` all.
+"""Which instruction sets the native kernels can be tested with here: those of this CPU, and AMX in an emulator
+(csrc/emu/x86_emu.h), which few rows and caches of other types than bfloat16 leave to AVX-512. `make quick` tests the
+CPU's best, `make test` all.
 
 With EMULATE_AMX in the environment, as test_amx.py sets it, everything in the process computes in the emulator.
 """
@@ -59,13 +60,14 @@ def _levels() -> list[int]:
 
 LEVELS = _levels()
 BEST = LEVELS[-1]
-EMULATED = range(BEST + 1, AMX + 1) if BEST >= AVX2 and platform.system() == "Linux" else range(0)
-PARAMS = [pytest.param(level, id=NAMES[level] + "-emulated" * (level in EMULATED),
-                       marks=() if level == BEST else pytest.mark.slow) for level in (*LEVELS, *EMULATED)]
+EMULATED = AVX2 <= BEST < AMX and platform.system() == "Linux"
+PARAMS = [pytest.param(level, id=NAMES[level], marks=() if level == BEST else pytest.mark.slow) for level in LEVELS]
+if EMULATED:
+    PARAMS.append(pytest.param(AMX, id="amx-emulated", marks=pytest.mark.slow))
 
 
 class Library:
-    """The kernels' C functions. `set_isa_cpu` with instructions that this CPU lacks turns to the emulator's."""
+    """The kernels' C functions. `set_isa_cpu` with AMX turns to the emulator's where this CPU lacks it."""
 
     def __init__(self, declare=lambda library: None):
         self.declare, self.libraries = declare, {}
@@ -80,7 +82,7 @@ class Library:
 
     def set_isa_cpu(self, level) -> int:
         level = getattr(level, "value", level)
-        self.current = self.open(emulated_library if level in EMULATED else native.library)
+        self.current = self.open(emulated_library if EMULATED and level == AMX else native.library)
         return self.current.set_isa_cpu(level)
 
     def __getattr__(self, name):

@@ -28,8 +28,7 @@ def library():
     library.set_isa_cpu(ctypes.c_int64(BEST))
 
 
-# In the emulator AMX alone: caches of other types than bfloat16 take AVX-512 there.
-@pytest.fixture(scope="module", params=[param for param in PARAMS if param.id != "avx512-emulated"])
+@pytest.fixture(scope="module", params=PARAMS)
 def native(library, request):
     """The library with one instruction set."""
     call(library.set_isa_cpu, request.param)
