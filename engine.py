@@ -221,7 +221,8 @@ class Engine:
             limit, needed = "context", ""
             more = " or raise --context" * (self.model.context < self.model.config.max_context)
             if self.capacity < self.model.context:
-                limit, more = f"cache of {self.cache.num_pages} pages", " or raise --cache-memory or --num-pages"
+                limit = f"cache of {self.cache.num_pages} page{'s' * (self.cache.num_pages > 1)}"
+                more = " or raise --cache-memory or --num-pages"
                 needed = f" ({self.cache.pages_for(len(tokens) + 1)} pages)"
             raise ValueError(f"the prompt has {len(tokens)} tokens{needed} but the {limit} holds {self.capacity}, one "
                              f"of them for the answer: shorten it{more}")

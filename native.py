@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,14 +51,15 @@ def library(on_build: Callable[[], None] = lambda: None) -> Path:
 
 
 def built(folder: Path, name: str, compile_into: Callable[[Path], None], on_build: Callable[[], None]) -> Path:
-    """The library `name` in `folder`, which `compile_into` compiles if it is not there yet."""
+    """The library `name` in `folder`, which `compile_into` compiles if it is not there yet; `on_build` is told, also if
+    another process does it and this one waits."""
     path = folder / f"{name}.so"
     if not path.exists():
+        on_build()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its holder, however that ends
             if not path.exists():
-                on_build()
                 build(folder, compile_into)
     return path
 
@@ -104,14 +106,20 @@ def compile_into(folder: Path) -> None:
 
 def compile_extension(settings: Mapping[str, str] = {}, **arguments) -> None:
     """In a process of its own: cpp_extension brings setuptools, which does not suit every program it would be loaded
-    into. `settings` are environment variables that it heeds. RuntimeError with what the compiler said."""
+    into. `settings` are environment variables that it heeds. RuntimeError with what the compiler said. Who is
+    interrupted or terminated leaves no compiler behind."""
     code = f"from torch.utils.cpp_extension import load; load(**{arguments}, is_python_module=False)"
     # pip puts ninja beside the interpreter; it is looked for on PATH alone.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env=os.environ | {"PATH": path} | dict(settings))
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no reason given"]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PATH": path} | dict(settings), process_group=0) as process:
+        try:
+            said = process.communicate()[1]
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode != 0:
+        lines = said.strip().splitlines() or ["no reason given"]
         raise RuntimeError(next((line for line in lines if TELLING.search(line)), lines[-1]))
 
 

@@ -4,6 +4,9 @@ whatever runs beside. The kernels one by one are in test_native_matmul.py and te
 import inspect
 import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,47 @@ def test_what_a_killed_build_left_goes_with_the_next(tmp_path):
     assert len(list((tmp_path / "build").iterdir())) == 2
     native.built(tmp_path / "build/native-1", "name", finished, lambda: None)
     assert sorted(path.name for path in (tmp_path / "build").iterdir()) == [".lock", "native-1"]
+
+
+def test_who_waits_for_anothers_build_is_told(tmp_path):
+    started, told = tmp_path / "started", []
+
+    def slow(folder):
+        started.touch()
+        time.sleep(1)
+        (folder / "name.so").write_bytes(b"")
+
+    if (child := os.fork()) == 0:
+        native.built(tmp_path / "build/native-1", "name", slow, lambda: None)
+        os._exit(0)
+    while not started.exists():
+        time.sleep(0.01)
+    native.built(tmp_path / "build/native-1", "name", lambda folder: pytest.fail("built twice"), lambda: told.append(1))
+    assert told == [1] and os.waitpid(child, 0)[1] == 0
+
+
+def test_an_interrupt_leaves_no_compiler_behind(tmp_path, monkeypatch):
+    """The compilers are children of the process that is started."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/compiler\nwait\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(native.sys, "executable", str(tmp_path / "python"))
+    compiler = tmp_path / "compiler"
+
+    def interrupt():
+        while not (compiler.exists() and compiler.read_text().endswith("\n")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        native.compile_extension(name="x")
+    thread.join()
+    state = Path(f"/proc/{compiler.read_text().strip()}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_of_what_compilers_say_the_line_that_tells_is_passed_on(tmp_path, monkeypatch):
