@@ -50,10 +50,10 @@ test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
 	.venv/bin/python -m pytest $(PARALLEL) -m "not slow and not models" $(ARGS)
 
-soak: .venv/.ready-dev .venv/.native  ## run the long tests: other generated inputs every time, batch killed 50 times, the largest model
+soak: .venv/.ready-dev .venv/.native  ## run the long tests: other generated inputs every time, batch killed 50 times, the larger models
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
 	NUM_KILLS=50 .venv/bin/python -m pytest tests/test_batch.py -k killed $(ARGS)
-	LARGE_TOKENS=64 .venv/bin/python -m pytest tests/test_reference.py -k qwen1.5b $(ARGS)
+	LARGE_TOKENS=64 .venv/bin/python -m pytest tests/test_reference.py -k qwen $(ARGS)
 
 sanitize: .venv/.ready-dev  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
 	@$(MAKE) --no-print-directory -j2 $(DRIVERS)
