@@ -45,12 +45,13 @@ chat: .venv/.native  ## talk with the default model
 test: .venv/.ready-dev .venv/.native  ## run the whole test suite
 	@$(RUN) models --fetch default
 	@$(MAKE) --no-print-directory cuda-one
-	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) -m "not soak" $(ARGS)
 
 quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file and no patience (under 90 seconds)
 	.venv/bin/python -m pytest $(PARALLEL) -m "not slow and not models" $(ARGS)
 
 soak: .venv/.ready-dev .venv/.native  ## run the long tests: other generated inputs every time, batch killed 50 times, the larger models
+	.venv/bin/python -m pytest -m soak $(ARGS)
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
 	NUM_KILLS=50 .venv/bin/python -m pytest tests/test_batch.py -k killed $(ARGS)
 	LARGE_TOKENS=64 .venv/bin/python -m pytest tests/test_reference.py -k qwen $(ARGS)
