@@ -8,7 +8,6 @@ With EMULATE_AMX in the environment, as test_amx.py sets it, everything in the p
 import ctypes
 import os
 import platform
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -16,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import native
+from emulator import COMPILER, run
 
 NAMES = ("plain", "avx2", "avx512", "amx")  # by level, as kernels.h numbers them
 PLAIN, AVX2, _, AMX = range(4)
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-psabi",
          "-Wno-maybe-uninitialized", "-fPIC", "-pthread", "-DEMULATED")
-COMPILER = os.environ.get("CXX", "c++")
 
 
 def emulated_library() -> Path:
@@ -38,11 +37,6 @@ def compile_into(folder: Path) -> None:
         object = folder / f"{source.stem}.o"
         run(COMPILER, *FLAGS, "-c", str(source), "-o", str(object))
         return str(object)
-
-    def run(*command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, sorted((native.SOURCES / "cpu").glob("*.cpp"))))
