@@ -108,7 +108,7 @@ def test_nothing_is_said_or_left_where_it_cannot_be_compiled(toolkit, as_on_a_de
     as_on_a_device[:] = 7, 5
     with pytest.raises(ValueError, match="capability 7.5 but the CUDA kernels need 8.0"):
         gpu.load(lambda: pytest.fail("it was told to compile"))
-    assert [path.name for path in (tmp_path / "build").iterdir()] == [".lock"]
+    assert not (tmp_path / "build").exists()
 
 
 def test_it_is_compiled_for_the_device_by_the_compiler_that_was_checked(toolkit, as_on_a_device, monkeypatch, tmp_path):
