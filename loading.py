@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from flags import DTYPE_NBYTES, UsageError
@@ -63,50 +64,64 @@ def load_engine(args: argparse.Namespace) -> Engine:
     if args.threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has heeded already
         torch.set_num_threads(args.threads or usable_cores())
     keep_large_blocks_apart()
-    dtype, _, is_native = arithmetic(config, args)
+    is_native = arithmetic(config, args)[-1]
     if is_native and args.device == "cuda":
         check_cuda_flags(args)
-    ops = load_native(args) if is_native else None
-    if ops is None:
-        ops, dtype = kernels, "bfloat16" if dtype == "quantized" else dtype
-    weights_dtype = None if dtype == "quantized" else getattr(torch, dtype)
-    check_memory(checkpoint, weights_dtype, engine_config, args)
-    model = load_model(checkpoint, weights_dtype, args.device, args.context, ops)
-    warn(model.notes)
+    ops = (load_native(args) if is_native else None) or kernels
+    checkpoints = [checkpoint] if draft is None else [checkpoint, draft]
+    dtypes = [matrix_dtype(each.config, ops, args) for each in checkpoints]
     if draft is not None:
-        c, nbytes = draft.config, 2 if stays_quantized(draft, model, args) else model.dtype.itemsize
-        token_bytes = 2 * len(c.layers) * c.kv_heads * c.head_dim * nbytes
+        c, cached = draft.config, dtypes[1] or torch.bfloat16
+        token_bytes = 2 * len(c.layers) * c.kv_heads * c.head_dim * cached.itemsize
         engine_config = replace(engine_config, drafter_token_bytes=token_bytes)
+    check_memory(checkpoints, dtypes, engine_config, args)
+    model = load_model(checkpoint, dtypes[0], args.device, args.context, ops)
+    warn(model.notes)
     engine = Engine(model, engine_config, tokenizer, name=checkpoint.path.name, generation=checkpoint.generation)
-    if (drafter := make_drafter(engine, checkpoint, draft, args)) is not None:
+    if (drafter := make_drafter(engine, checkpoint, draft, dtypes[-1], args)) is not None:
         engine.draft_with(drafter)
     engine.on_step = on_step
     return engine
 
 
-def check_memory(checkpoint: Checkpoint, dtype: torch.dtype | None, engine_config: EngineConfig,
+def matrix_dtype(config: ModelConfig, ops: ModuleType | Native | Cuda, args: argparse.Namespace) -> torch.dtype | None:
+    """What a model's matrices are held in for these operations; None: blocks as they are stored."""
+    import torch
+
+    dtype, _, is_served = arithmetic(config, args)
+    if not hasattr(ops, "pack"):
+        return getattr(torch, "bfloat16" if dtype == "quantized" else dtype)
+    if not serves_heads(config, args):
+        raise UsageError(f"--draft has heads {config.head_dim} wide but the model's kernels serve even ones of at most "
+                         f"{widest_head(args)}: take another draft model, or --kernels torch")
+    return None if dtype == "quantized" else getattr(torch, dtype if is_served else "float32")
+
+
+def check_memory(checkpoints: Sequence[Checkpoint], dtypes: Sequence[torch.dtype | None], engine_config: EngineConfig,
                  args: argparse.Namespace) -> None:
-    """ValueError, with what would fit, if memory has no room for weights in `dtype` (None: as they are stored) and the
-    cache beside them."""
+    """ValueError, with what would fit, if memory has no room for the weights of a model, and of its draft model if
+    there is one, in `dtypes` (None: as they are stored), and the cache beside them."""
     import torch
 
     from engine import count_pages
     from kvcache import free_memory_bytes
     from model import kv_specs
 
-    config, free_bytes = checkpoint.config, free_memory_bytes(args.device)
-    num_weights = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    stored_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    num_bytes = stored_bytes if dtype is None else num_weights * dtype.itemsize
+    config, free_bytes = checkpoints[0].config, free_memory_bytes(args.device)
+    counts = [sum(math.prod(tensor.shape) for tensor in each.tensors.values()) for each in checkpoints]
+    stored = [sum(tensor.nbytes for tensor in each.tensors.values()) for each in checkpoints]
+    num_bytes = sum(nbytes if dtype is None else count * dtype.itemsize
+                    for nbytes, count, dtype in zip(stored, counts, dtypes))
     if num_bytes > free_bytes:
-        smaller = {f"--dtype {name}": num_weights * nbytes for name, nbytes in DTYPE_NBYTES.items()}
-        if config.dtype == "quantized":
-            smaller["--dtype auto"] = stored_bytes
+        smaller = {f"--dtype {name}": sum(counts) * nbytes for name, nbytes in DTYPE_NBYTES.items()}
+        if all(each.config.dtype == "quantized" for each in checkpoints):
+            smaller["--dtype auto"] = sum(stored)
         fitting = [f"{flag} takes {nbytes / 1e9:.1f}" for flag, nbytes in smaller.items() if nbytes <= free_bytes]
-        name = "as they are stored" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
-        raise ValueError(f"the weights {name} take {num_bytes / 1e9:.1f} GB but {free_bytes / 1e9:.1f} are free: "
-                         f"{fitting[-1] if fitting else 'free some, or take a smaller model'}")
-    cache_dtype = engine_config.cache_dtype or dtype or torch.bfloat16
+        name = "as they are stored" if dtypes[0] is None else f"in {str(dtypes[0]).removeprefix('torch.')}"
+        whose = " of the model and of --draft" if len(checkpoints) > 1 else ""
+        raise ValueError(f"the weights{whose} {name} take {num_bytes / 1e9:.1f} GB but {free_bytes / 1e9:.1f} are "
+                         f"free: {fitting[-1] if fitting else 'free some, or take a smaller model'}")
+    cache_dtype = engine_config.cache_dtype or dtypes[0] or torch.bfloat16
     context = args.context or config.context
     count_pages(engine_config, kv_specs(config), cache_dtype, context, args.device, num_bytes)
 
@@ -134,17 +149,13 @@ def open_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> Checkpoint | N
     return checkpoint
 
 
-def stays_quantized(draft: Checkpoint, model: Model, args: argparse.Namespace) -> bool:
-    return arithmetic(draft.config, args)[0] == "quantized" and hasattr(model.ops, "pack")
-
-
 WITH_TREES = ("mtp", "medusa", "eagle")
 
 
-def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | None,
+def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | None, draft_dtype: torch.dtype | None,
                  args: argparse.Namespace) -> Drafter | None:
     """The drafter that --draft names, for a model of that checkpoint. A draft model is loaded when the first draft is
-    wanted."""
+    wanted, its matrices in `draft_dtype`."""
     import heads
     from lookahead import Follower, Medusa, TreeShape
     from model import load_model
@@ -155,11 +166,10 @@ def make_drafter(engine: Engine, checkpoint: Checkpoint, draft: Checkpoint | Non
     method, _, folder = (args.draft or "").partition(":")
     shape = TreeShape(*args.draft_tree) if args.draft_tree else None
     if draft is not None:
-        dtype = None if stays_quantized(draft, model, args) else model.dtype
         context = min(model.context, draft.config.max_context)
 
         def load() -> Model:
-            return load_model(draft, dtype, model.device, context, model.ops)
+            return load_model(draft, draft_dtype, model.device, context, model.ops)
 
         return DraftModel(draft.path.name, load, model.config.vocab, engine.cache.num_pages, engine.config.page_size,
                           engine.config.max_requests, manner)
@@ -300,16 +310,28 @@ def arithmetic(config: ModelConfig, args: argparse.Namespace) -> tuple[str, str,
     """What it computes with: the type of the weights ("quantized": blocks as they are stored) and of the cache, and
     whether native kernels do it. Through torch a quantized file is computed in bfloat16."""
     dtype = config.dtype if args.dtype == "auto" else args.dtype
-    on_cuda = getattr(args, "device", "cpu") == "cuda"
-    dtypes, widest = (CUDA_DTYPES, 256) if on_cuda else (NATIVE_DTYPES, 512)
-    native = args.kernels != "torch" and dtype in dtypes and config.head_dim <= widest and config.head_dim % 2 == 0
+    dtypes = CUDA_DTYPES if is_on_cuda(args) else NATIVE_DTYPES
+    native = args.kernels != "torch" and dtype in dtypes and serves_heads(config, args)
     if args.kernels == "native" and not native:
         raise UsageError(f"--kernels native does not serve weights in {dtype} and heads {config.head_dim} wide: it "
-                         f"needs {', '.join(dtypes)}, and even heads of at most {widest}; leave it out")
+                         f"needs {', '.join(dtypes)}, and even heads of at most {widest_head(args)}; leave it out")
     if dtype == "quantized" and not native:
         dtype = "bfloat16"
     cache_dtype = {"quantized": "bfloat16"}.get(dtype, dtype) if args.cache_dtype == "auto" else args.cache_dtype
     return dtype, cache_dtype, native
+
+
+def is_on_cuda(args: argparse.Namespace) -> bool:
+    return getattr(args, "device", "cpu") == "cuda"
+
+
+def serves_heads(config: ModelConfig, args: argparse.Namespace) -> bool:
+    """Whether native kernels do."""
+    return config.head_dim % 2 == 0 and config.head_dim <= widest_head(args)
+
+
+def widest_head(args: argparse.Namespace) -> int:
+    return 256 if is_on_cuda(args) else 512
 
 
 def load_native(args: argparse.Namespace) -> Native | Cuda | None:

@@ -13,6 +13,7 @@ import run
 import tiny
 from checkpoint import open_checkpoint
 from engine import EngineConfig
+from flags import UsageError
 
 
 @pytest.mark.parametrize("cpus, quota, cores", [
@@ -49,10 +50,11 @@ def checkpoint(tmp_path):
         yield opened
 
 
-def check(checkpoint, free_bytes, monkeypatch, dtype=torch.float32, context=None, **config) -> None:
+def check(checkpoint, free_bytes, monkeypatch, *drafts, context=None, **config) -> None:
     for module in ("kvcache", "engine"):
         monkeypatch.setattr(f"{module}.free_memory_bytes", lambda device="cpu": free_bytes)
-    loading.check_memory(checkpoint, dtype, EngineConfig(**config), SimpleNamespace(device="cpu", context=context))
+    loading.check_memory([checkpoint, *drafts], [torch.float32, torch.bfloat16][:1 + len(drafts)],
+                         EngineConfig(**config), SimpleNamespace(device="cpu", context=context))
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would(checkpoint, monkeypatch):
@@ -62,6 +64,40 @@ def test_weights_that_do_not_fit_are_refused_with_what_would(checkpoint, monkeyp
         check(checkpoint, 3 * num_weights, monkeypatch)
     with pytest.raises(ValueError, match="a smaller model"):
         check(checkpoint, num_weights, monkeypatch)
+
+
+def test_the_weights_of_a_draft_model_count(checkpoint, monkeypatch):
+    num_weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) // 4
+    check(checkpoint, 6 * num_weights + 10**6, monkeypatch, checkpoint)
+    with pytest.raises(ValueError, match="of the model and of --draft in float32 take .* free: --dtype float16 takes"):
+        check(checkpoint, 6 * num_weights - 1, monkeypatch, checkpoint)
+    page_bytes = 8 * 2 * 4 * sum(layer.mixer == "full" for layer in checkpoint.config.layers) * (
+        checkpoint.config.kv_heads * checkpoint.config.head_dim)
+    with pytest.raises(ValueError, match="a cache of 2 pages .*--num-pages 1 "):
+        check(checkpoint, 6 * num_weights + page_bytes, monkeypatch, checkpoint, num_pages=2, page_size=8)
+
+
+WITH_KERNELS, THROUGH_TORCH = SimpleNamespace(pack=None), SimpleNamespace()
+
+
+def matrix_dtype(dtype: str, ops, device: str = "cpu", head_dim: int = 64) -> torch.dtype | None:
+    args = SimpleNamespace(dtype="auto", cache_dtype="auto", kernels="auto", device=device)
+    return loading.matrix_dtype(SimpleNamespace(dtype=dtype, head_dim=head_dim), ops, args)
+
+
+def test_a_draft_model_keeps_its_own_type_where_the_models_kernels_serve_it():
+    assert matrix_dtype("quantized", WITH_KERNELS) is None
+    assert [matrix_dtype(dtype, WITH_KERNELS) for dtype in ("bfloat16", "float16", "float32")] == [
+        torch.bfloat16, torch.float32, torch.float32]
+    assert [matrix_dtype(dtype, THROUGH_TORCH) for dtype in ("quantized", "bfloat16", "float16")] == [
+        torch.bfloat16, torch.bfloat16, torch.float16]
+
+
+def test_a_draft_model_that_the_models_kernels_do_not_serve_is_refused():
+    for device, widest in (("cpu", 512), ("cuda", 256)):
+        matrix_dtype("bfloat16", WITH_KERNELS, device, widest)
+        with pytest.raises(UsageError, match=f"--draft has heads {widest + 2} wide .* at most {widest}:"):
+            matrix_dtype("bfloat16", WITH_KERNELS, device, widest + 2)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_what_would(checkpoint, monkeypatch):
