@@ -51,10 +51,10 @@ quick: .venv/.ready-dev .venv/.native  ## run the tests that need no model file 
 	.venv/bin/python -m pytest $(PARALLEL) -m "not slow and not models" $(ARGS)
 
 soak: .venv/.ready-dev .venv/.native  ## run the long tests: other generated inputs every time, batch killed 50 times, the larger models
-	.venv/bin/python -m pytest -m soak $(ARGS)
+	LARGE_TOKENS=64 .venv/bin/python -m pytest -m soak $(ARGS)
 	.venv/bin/python -m pytest -m hypothesis --hypothesis-profile=soak $(ARGS)
 	NUM_KILLS=50 .venv/bin/python -m pytest tests/test_batch.py -k killed $(ARGS)
-	LARGE_TOKENS=64 .venv/bin/python -m pytest tests/test_reference.py -k qwen $(ARGS)
+	LARGE_TOKENS=64 .venv/bin/python -m pytest tests/test_reference.py -k qwen0.5b $(ARGS)
 
 sanitize: .venv/.ready-dev  ## run the kernels under the compiler's sanitizers: addresses and leaks, undefined behaviour, threads
 	@$(MAKE) --no-print-directory -j2 $(DRIVERS)

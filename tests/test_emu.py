@@ -400,6 +400,7 @@ def test_padded_requests_see_nothing_and_read_no_page(ops):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_more_chunks_than_the_workspace_holds_are_not_shared_out(emulated):
     """2 x 8300 chunks are more than 16384: the second request is then computed whole. All pages are the same one."""
     kv = emulated.new_kv(1, 256, 1, 32, 32, torch.bfloat16, "cpu", 0)
