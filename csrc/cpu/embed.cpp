@@ -19,23 +19,20 @@ float half_at(const uint8_t* p) {
 }
 
 // Output o's quant at input i of a group.
-int quant(const uint8_t* quants, const Layout& form, int o, int i) {
-    const int low = low_bits(form.bits), high = form.bits - low;
-    const auto field = [=](const uint8_t* plane, int width) {
-        const int blocks_a_line = 8 / width, k = i / 4;
-        return plane[64 * (k / blocks_a_line) + 4 * o + i % 4] >> k % blocks_a_line * width & ((1 << width) - 1);
-    };
-    if (form.bits == 8) return int8_t(field(quants, 8));
-    return (field(quants, low) | (high ? field(quants + 64 * low, high) << low : 0)) - form.zero;
+int quant(const uint8_t* lines, const Layout& form, const Fields& fields, int o, int i) {
+    int q = 0;
+    for (const Field& field : fields.of[i / 4])
+        q |= (lines[64 * field.line + 4 * o + i % 4] >> field.from & ((1 << field.width) - 1)) << field.to;
+    return form.bits == 8 ? int8_t(q) : q - form.zero;
 }
 
-void read_group(float* x, const uint8_t* head, const uint8_t* record, const Layout& form, int o) {
+void read_group(float* x, const uint8_t* head, const uint8_t* record, const Layout& form, const Fields& fields, int o) {
     const bool in_head = form.heads();
     const uint8_t* halves = in_head ? head : record;
     const float d = half_at(halves + 2 * o), m = form.scaling == Scaling::ONE_MIN || form.head_bytes() == 64
         ? half_at(halves + 32 + 2 * o) : 0;
     for (int i = 0; i < GROUP; i++) {
-        const float q = quant(record + form.scale_bytes(), form, o, i);
+        const float q = quant(record + form.scale_bytes(), form, fields, o, i);
         const uint8_t small = in_head ? record[2 * o + i / 16] : 0;
         switch (form.scaling) {
             case Scaling::ONE: x[i] = q * d; break;
@@ -55,8 +52,9 @@ void read_row(float* x_D, const uint8_t* panel, int32_t format, int o, int64_t D
         const auto* weights = reinterpret_cast<const uint16_t*>(panel);
         for (int64_t i = 0; i < D; i++) x_D[i] = number(uint32_t(weights[i * PANEL + o]) << 16);
     } else {
+        const Fields fields(form.bits);
         for (int64_t g = 0; g < D / GROUP; g++)
-            read_group(x_D + GROUP * g, panel + form.head_offset(g), panel + form.record_offset(g), form, o);
+            read_group(x_D + GROUP * g, panel + form.head_offset(g), panel + form.record_offset(g), form, fields, o);
     }
 }
 

@@ -3,9 +3,10 @@
 // The outputs are cut into panels of 16; the last is filled up with zeros. Plain numbers: for each input, the 16
 // weights. Quantized: a record for each group of 32 inputs, its scales and then its quants. The quants of a record are
 // 8 blocks of 4 consecutive inputs; a block of bytes is 64 of them, 16 outputs x 4 inputs, so that one instruction
-// which adds up four products serves all 16 outputs. A quant is cut into planes of 4, 2 or 1 bits (8 stay whole); a
-// plane's 64-byte lines hold 2, 4 or 8 blocks, the first in the lowest bits. In the K formats each 8 records stand
-// behind a head that holds the 16 outputs' float16 scale and, if there are minima, float16 minimum.
+// which adds up four products serves all 16 outputs. Quants of so many bits fill as many 64-byte lines, each with as
+// many blocks as fit into it whole, the first in the lowest bits; the last blocks are cut into what the lines have left
+// on top. In the K formats each 8 records stand behind a head that holds the 16 outputs' float16 scale and, if there
+// are minima, float16 minimum.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -67,8 +68,32 @@ constexpr Layout layout(int32_t format) {
     }
 }
 
-// The widest plane of a quant; one of the remaining bits follows it, if any remain.
-constexpr int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+// `width` bits of a line, from bit `from` on, which are a quant's from bit `to` on.
+struct Field {
+    int line, width, from, to;
+};
+
+// Where a record's quants of `bits` bits lie: of each block up to three fields, the others 0 bits wide.
+struct Fields {
+    Field of[8][3];
+
+    constexpr explicit Fields(int bits) : of{} {
+        const int blocks_a_line = 8 / bits, on_top = blocks_a_line * bits, num_whole = bits * blocks_a_line;
+        int line = 0, from = on_top;
+        for (int k = 0; k < 8; k++) {
+            if (k < num_whole) {
+                of[k][0] = {k / blocks_a_line, bits, k % blocks_a_line * bits, 0};
+                continue;
+            }
+            for (int i = 0, to = 0; to < bits; i++) {
+                const int width = bits - to < 8 - from ? bits - to : 8 - from;
+                of[k][i] = {line, width, from, to};
+                to += width, from += width;
+                if (from == 8) line++, from = on_top;
+            }
+        }
+    }
+};
 
 constexpr int64_t num_panels(int64_t O) { return (O + PANEL - 1) / PANEL; }
 

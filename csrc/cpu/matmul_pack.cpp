@@ -102,27 +102,18 @@ void read(Block& block, const uint8_t* raw, int32_t format, const Layout& form) 
     }
 }
 
-// Stores one plane of output o's 32 quants: the `width` bits from `shift` on of each, four quants at a time.
-template <int width>
-void write_plane(uint8_t* plane, const uint8_t* q, int o, int shift) {
-    constexpr int blocks_a_line = 8 / width;
-    constexpr uint32_t mask = 0x01010101u * ((1 << width) - 1);
+// Stores output o's 32 quants, four at a time.
+void write_quants(uint8_t* lines, const uint8_t* q, int o, int bits) {
+    const Fields fields(bits);
     for (int k = 0; k < 8; k++) {
-        uint8_t* line = plane + 64 * (k / blocks_a_line) + 4 * o;
         uint32_t four, there;
         memcpy(&four, q + 4 * k, 4);
-        memcpy(&there, line, 4);
-        there |= (four >> shift & mask) << k % blocks_a_line * width;
-        memcpy(line, &there, 4);
-    }
-}
-
-void write_plane(uint8_t* plane, const uint8_t* q, int o, int width, int shift) {
-    switch (width) {
-        case 1: return write_plane<1>(plane, q, o, shift);
-        case 2: return write_plane<2>(plane, q, o, shift);
-        case 4: return write_plane<4>(plane, q, o, shift);
-        default: return write_plane<8>(plane, q, o, shift);
+        for (const Field& field : fields.of[k]) {
+            uint8_t* at = lines + 64 * field.line + 4 * o;
+            memcpy(&there, at, 4);
+            there |= (four >> field.to & 0x01010101u * ((1 << field.width) - 1)) << field.from;
+            memcpy(at, &there, 4);
+        }
     }
 }
 
@@ -134,11 +125,7 @@ void write_record(uint8_t* record, const Layout& form, const Block& block, int g
         case Scaling::K32: record[o] = block.scale[group], record[16 + o] = block.min[group]; break;
         default: memcpy(record + 2 * o, block.scale + 2 * group, 2);
     }
-    uint8_t* plane = record + form.scale_bytes();
-    const uint8_t* q = block.q + GROUP * group;
-    const int low = low_bits(form.bits);
-    write_plane(plane, q, o, low, 0);
-    if (low < form.bits) write_plane(plane + 64 * low, q, o, form.bits - low, low);
+    write_quants(record + form.scale_bytes(), block.q + GROUP * group, o, form.bits);
 }
 
 void pack_row(uint8_t* panel, const uint8_t* raw, int32_t format, int o, int64_t I) {

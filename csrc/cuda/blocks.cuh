@@ -39,7 +39,7 @@ template <int F>
 struct Blocks {
     static constexpr Layout FORM = layout(F);
     static constexpr Scaling SCALING = FORM.scaling;
-    static constexpr int LOW = low_bits(FORM.bits), HIGH = FORM.bits - LOW;
+    static constexpr int LOW = FORM.bits == 8 ? 8 : FORM.bits >= 4 ? 4 : 2, HIGH = FORM.bits - LOW;     // planes
     static constexpr bool HALVED = SCALING == Scaling::K16 || SCALING == Scaling::K16_MIN;
     static constexpr bool HAS_MIN = SCALING == Scaling::ONE_MIN || SCALING == Scaling::K32;     // for 32 inputs
     static constexpr int HIGH_PLANE = 128 * LOW, SCALES = HIGH_PLANE + 128 * HIGH;
