@@ -21,8 +21,10 @@ float half_at(const uint8_t* p) {
 // Output o's quant at input i of a group.
 int quant(const uint8_t* lines, const Layout& form, const Fields& fields, int o, int i) {
     int q = 0;
-    for (const Field& field : fields.of[i / 4])
+    for (const Field& field : fields.of[i / 4]) {
+        if (!field.width) break;
         q |= (lines[64 * field.line + 4 * o + i % 4] >> field.from & ((1 << field.width) - 1)) << field.to;
+    }
     return form.bits == 8 ? int8_t(q) : q - form.zero;
 }
 

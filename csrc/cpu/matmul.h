@@ -95,6 +95,9 @@ struct Fields {
     }
 };
 
+template <int bits>
+constexpr Fields FIELDS{bits};
+
 constexpr int64_t num_panels(int64_t O) { return (O + PANEL - 1) / PANEL; }
 
 constexpr bool serves(const Layout& form, int64_t O, int64_t I) {

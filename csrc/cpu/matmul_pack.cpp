@@ -103,17 +103,32 @@ void read(Block& block, const uint8_t* raw, int32_t format, const Layout& form) 
 }
 
 // Stores output o's 32 quants, four at a time.
-void write_quants(uint8_t* lines, const uint8_t* q, int o, int bits) {
-    const Fields fields(bits);
+template <int bits>
+void write_quants(uint8_t* lines, const uint8_t* q, int o) {
+#pragma GCC unroll 8
     for (int k = 0; k < 8; k++) {
         uint32_t four, there;
         memcpy(&four, q + 4 * k, 4);
-        for (const Field& field : fields.of[k]) {
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; i++) {
+            const Field& field = FIELDS<bits>.of[k][i];
+            if (!field.width) break;
             uint8_t* at = lines + 64 * field.line + 4 * o;
             memcpy(&there, at, 4);
             there |= (four >> field.to & 0x01010101u * ((1 << field.width) - 1)) << field.from;
             memcpy(at, &there, 4);
         }
+    }
+}
+
+void write_quants(uint8_t* lines, const uint8_t* q, int o, int bits) {
+    switch (bits) {
+        case 2: return write_quants<2>(lines, q, o);
+        case 3: return write_quants<3>(lines, q, o);
+        case 4: return write_quants<4>(lines, q, o);
+        case 5: return write_quants<5>(lines, q, o);
+        case 6: return write_quants<6>(lines, q, o);
+        default: return write_quants<8>(lines, q, o);
     }
 }
 
